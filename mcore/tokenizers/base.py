@@ -1,0 +1,79 @@
+"""The one protocol behind which every tokenizer stands."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from mcore.errors import DataError
+
+NO_TOKEN = -1
+"""The id of a special token that a tokenizer does not have."""
+
+
+class Tokenizer(Protocol):
+    """Text to token ids and back.
+
+    Text is never searched for special tokens unless the class says so: a document that happens to
+    contain the characters of an end-of-document mark must not end there.
+    """
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids, special ones included, before any padding of the embedding."""
+
+    @property
+    def eod(self) -> int:
+        """Id of the end-of-document token.
+
+        Raises:
+            ConfigError: the tokenizer has no such token.
+        """
+
+    @property
+    def pad(self) -> int:
+        """Id of the padding token, or -1 where there is none of its own."""
+
+    def tokenize(self, text: str) -> list[int]:
+        """Token ids of one text, without an end-of-document id."""
+
+    def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """`tokenize` of each text, in order; the fast way where the library has one."""
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """The text of token ids; bytes that are no UTF-8 become the replacement character."""
+
+
+def existing_file(path: str | None, option: str) -> str:
+    """Return `path` if it names a readable file.
+
+    Raises:
+        DataError: it does not; the message names `option`, the flag that gave it.
+    """
+    if path is None or not os.path.isfile(path):
+        raise DataError(f"{option}: there is no file {path!r}")
+    return path
+
+
+def read_json(path: str) -> Any:
+    """Parse a JSON file.
+
+    Raises:
+        DataError: it is no UTF-8 or no JSON; the message names the file.
+    """
+    try:
+        with open(path, encoding="utf-8") as stream:
+            return json.load(stream)
+    except ValueError as error:
+        raise DataError(f"{path} is no JSON file: {error}") from error
+
+
+def pad_of_its_own(pad: int | None, others: Sequence[int | None]) -> int:
+    """The padding id, or -1 where it is absent or shared with another special token.
+
+    Labels equal to the padding id are masked from the loss, so a shared id would hide the other
+    token from training.
+    """
+    return NO_TOKEN if pad is None or pad < 0 or pad in others else pad
