@@ -1,0 +1,37 @@
+"""Typed errors. Every message says what, got, wanted and how to fix it."""
+
+
+class McoreError(Exception):
+    """Base of every error that mcore raises for a user, a file or another rank."""
+
+
+class ConfigError(McoreError, ValueError):
+    """An option, or a combination of options, that cannot be right."""
+
+
+class TopologyError(McoreError, ValueError):
+    """Sizes that do not fit the world, or a group that this rank is not in."""
+
+
+class NotInitializedError(McoreError, RuntimeError):
+    """`initialize_model_parallel` has to be called first."""
+
+
+class ShapeError(McoreError, ValueError):
+    """A tensor whose shape does not fit the operation."""
+
+
+class ScheduleError(McoreError, RuntimeError):
+    """A pipeline plan that is wrong, or that failed while it ran."""
+
+
+class CheckpointError(McoreError, RuntimeError):
+    """A checkpoint that is absent, damaged, incomplete or does not fit the model."""
+
+
+class DataError(McoreError, ValueError):
+    """A data file or data option that cannot be used."""
+
+
+class UnsupportedError(McoreError, NotImplementedError):
+    """A combination that mcore refuses by name rather than compute wrongly."""

@@ -1,0 +1,187 @@
+"""Collectives over a `Group`, without autograd.
+
+No function changes its input unless its name ends in `_`. Groups of one rank never communicate. What
+a backend lacks or does slowly is settled here and nowhere else: gloo's own all-gather and
+reduce-scatter move bytes several times slower than its point-to-point messages, so on gloo they are
+built from those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mcore.errors import ShapeError
+from mcore.topology.group import Group
+
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+class _Work(Protocol):
+    def wait(self) -> Any: ...
+
+
+class Pending:
+    """A collective under way; `wait` gives its result."""
+
+    __slots__ = ("_finish", "_works")
+
+    def __init__(self, works: list[_Work], finish: Callable[[], Tensor]) -> None:
+        self._works = works
+        self._finish = finish
+
+    def wait(self) -> Tensor:
+        """Result of the collective; on CUDA the current stream waits, not the host."""
+        for work in self._works:
+            work.wait()
+        self._works = []
+        return self._finish()
+
+
+def start_all_reduce_(x: Tensor, group: Group, op: str = "sum") -> Pending:
+    """Start reducing `x` in place over the group.
+
+    Args:
+        x: any shape, contiguous; not to be touched before `wait`.
+        group: the ranks.
+        op: `sum`, `max` or `min`.
+
+    Comm: one all-reduce of x's bytes; none when the group has one rank.
+    """
+    if group.size == 1:
+        return Pending([], lambda: x)
+    work = dist.all_reduce(x, op=_OPS[op], group=group.handle, async_op=True)
+    assert work is not None
+    return Pending([work], lambda: x)
+
+
+def all_reduce_(x: Tensor, group: Group, op: str = "sum") -> Tensor:
+    """Reduce `x` in place over the group and return it."""
+    return start_all_reduce_(x, group, op).wait()
+
+
+def all_reduce(x: Tensor, group: Group, op: str = "sum") -> Tensor:
+    """Reduction of `x` over the group in a new tensor (`x` itself when the group has one rank)."""
+    return x if group.size == 1 else all_reduce_(x.contiguous().clone(), group, op)
+
+
+def start_all_gather_along_dim(x: Tensor, dim: int, group: Group) -> Pending:
+    """Start gathering every rank's `x`; the result is their concatenation along `dim`.
+
+    Comm: one all-gather of x's bytes from each rank; none when the group has one rank.
+    """
+    if group.size == 1:
+        return Pending([], lambda: x)
+    x = x.contiguous()
+    gathered = x.new_empty((group.size, *x.shape))
+    if _is_gloo(group):
+        works = _exchange([x] * group.size, list(gathered), group)
+        gathered[group.rank].copy_(x)
+    else:
+        works = [_all_gather_single(gathered, x, group)]
+    return Pending(works, lambda: _join(gathered, dim))
+
+
+def all_gather_along_dim(x: Tensor, dim: int, group: Group) -> Tensor:
+    """Concatenation of every rank's `x` along `dim`, equal on all ranks."""
+    return start_all_gather_along_dim(x, dim, group).wait()
+
+
+def start_reduce_scatter_along_dim(x: Tensor, dim: int, group: Group) -> Pending:
+    """Start summing `x` over the group; each rank's result is its slice along `dim`.
+
+    Comm: one reduce-scatter of x's bytes; none when the group has one rank.
+
+    Raises:
+        ShapeError: the dimension does not divide by the group's size.
+    """
+    if group.size == 1:
+        return Pending([], lambda: x)
+    if x.shape[dim] % group.size:
+        raise ShapeError(
+            f"dimension {dim} of {list(x.shape)} must be divisible by the size of group "
+            f"{group.name} ({group.size}, ranks {list(group.ranks)})"
+        )
+    slices = [part.contiguous() for part in x.chunk(group.size, dim)]
+    if _is_gloo(group):
+        received = slices[0].new_empty((group.size, *slices[0].shape))
+        works = _exchange(slices, list(received), group)
+        received[group.rank].copy_(slices[group.rank])
+        return Pending(works, lambda: _sum_in_rank_order(received))
+    output = torch.empty_like(slices[0])
+    stacked = slices[0].new_empty((group.size, *slices[0].shape))
+    torch.stack(slices, out=stacked)
+    return Pending([_reduce_scatter_single(output, stacked, group)], lambda: output)
+
+
+def reduce_scatter_along_dim(x: Tensor, dim: int, group: Group) -> Tensor:
+    """This rank's slice along `dim` of the sum of every rank's `x`."""
+    return start_reduce_scatter_along_dim(x, dim, group).wait()
+
+
+def broadcast_(x: Tensor, group: Group, src: int = 0) -> Tensor:
+    """Overwrite `x` with the value of the member at position `src`, and return it."""
+    if group.size > 1:
+        dist.broadcast(x, src=group.ranks[src], group=group.handle)
+    return x
+
+
+def barrier(group: Group) -> None:
+    """Wait until every member is here."""
+    if group.size > 1:
+        dist.barrier(group=group.handle)
+
+
+def all_gather_object(obj: Any, group: Group) -> list[Any]:
+    """Every member's object, in group order. For small host-side facts only, never in the step."""
+    if group.size == 1:
+        return [obj]
+    gathered: list[Any] = [None] * group.size
+    dist.all_gather_object(gathered, obj, group=group.handle)
+    return gathered
+
+
+def _is_gloo(group: Group) -> bool:
+    return str(dist.get_backend(group.handle)) == "gloo"
+
+
+def _exchange(outgoing: list[Tensor], incoming: list[Tensor], group: Group) -> list[_Work]:
+    """Send `outgoing[i]` to member i and receive member i's message into `incoming[i]`."""
+    works: list[_Work | None] = []
+    for step in range(1, group.size):
+        source, target = (group.rank - step) % group.size, (group.rank + step) % group.size
+        works.append(dist.irecv(incoming[source], src=group.ranks[source], group=group.handle))
+        works.append(dist.isend(outgoing[target], dst=group.ranks[target], group=group.handle))
+    return [work for work in works if work is not None]
+
+
+def _sum_in_rank_order(received: Tensor) -> Tensor:
+    """Sum over the first dimension, always in rank order, so that every slice is summed alike."""
+    total = received[0]
+    for part in received[1:]:
+        total = total + part
+    return total
+
+
+def _join(gathered: Tensor, dim: int) -> Tensor:
+    """Concatenate along `dim` what lies stacked along a new first dimension."""
+    if dim == 0:
+        return gathered.flatten(0, 1)
+    return torch.cat(gathered.unbind(0), dim=dim)
+
+
+def _all_gather_single(output: Tensor, x: Tensor, group: Group) -> _Work:
+    # torch 2.13 renames all_gather_into_tensor; both spellings take these arguments.
+    gather = dist.__dict__.get("all_gather_single") or dist.all_gather_into_tensor
+    work: _Work = gather(output.flatten(0, 1), x, group=group.handle, async_op=True)
+    return work
+
+
+def _reduce_scatter_single(output: Tensor, stacked: Tensor, group: Group) -> _Work:
+    scatter = dist.__dict__.get("reduce_scatter_single") or dist.reduce_scatter_tensor
+    work: _Work = scatter(output, stacked.flatten(0, 1), group=group.handle, async_op=True)
+    return work

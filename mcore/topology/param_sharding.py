@@ -1,0 +1,201 @@
+"""How a parameter is cut over tensor-parallel ranks, declared once by the layer that owns it.
+
+Initialisation, the gradient norm, gradient reduction, checkpoints and conversion all read this
+declaration, so none of them knows about layers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from mcore.errors import ShapeError
+from mcore.topology.group import Group
+
+_ATTRIBUTE = "sharding"
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A run of rows of the local tensor and where it lies in the global one, along the cut dimension.
+
+    Attributes:
+        local_start: first row in this rank's tensor.
+        global_start: first row in the global tensor.
+        length: number of rows.
+        is_owner: this rank counts and saves the rows; False where another rank that holds them does.
+        is_shared: several ranks hold these rows and each computes a part of their gradient (key and
+            value heads when there are fewer query groups than ranks): the parts have to be summed.
+    """
+
+    local_start: int
+    global_start: int
+    length: int
+    is_owner: bool = True
+    is_shared: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ParamSharding:
+    """Where each part of a local parameter lies in the global parameter.
+
+    Attributes:
+        global_shape: shape of the whole parameter, without vocabulary padding.
+        tp_dim: dimension that is cut over tensor-parallel ranks; None = every rank holds all of it.
+        pieces: local rows and their global places along `dim`. Local rows that no piece covers are
+            padding: never counted, saved or trained.
+        sequence_parallel: the gradient on each rank covers its part of the sequence only, so it has to
+            be summed over the tensor-parallel group.
+        tied_key: global name of the parameter that this one is a copy of (a tied output layer on
+            another pipeline stage); a copy is neither counted nor saved.
+    """
+
+    global_shape: tuple[int, ...]
+    tp_dim: int | None
+    pieces: tuple[Piece, ...]
+    sequence_parallel: bool = False
+    tied_key: str | None = None
+
+    @property
+    def dim(self) -> int:
+        """Dimension that the pieces run along."""
+        return 0 if self.tp_dim is None else self.tp_dim
+
+    def views(self, tensor: Tensor, *, owned_only: bool = False) -> Iterator[tuple[Piece, Tensor]]:
+        """Each piece with its view of a tensor of the parameter's local shape (the parameter, its
+        gradient or an optimizer state)."""  # fmt: skip
+        for piece in self.pieces:
+            if piece.is_owner or not owned_only:
+                whole = tensor.dim() == 0
+                yield (
+                    piece,
+                    (tensor if whole else tensor.narrow(self.dim, piece.local_start, piece.length)),
+                )
+
+    def owned(self, tensor: Tensor) -> list[Tensor]:
+        """Views of the parts that this rank counts and saves; none for a tied copy."""
+        if self.tied_key is not None:
+            return []
+        return [view for _, view in self.views(tensor, owned_only=True)]
+
+    def global_offsets(self, piece: Piece) -> tuple[int, ...]:
+        """Position of a piece's first element in the global tensor."""
+        if not self.global_shape:
+            return ()
+        return tuple(
+            piece.global_start if d == self.dim else 0 for d in range(len(self.global_shape))
+        )
+
+
+def even_sharding(
+    global_shape: tuple[int, ...],
+    tp_dim: int,
+    group: Group,
+    *,
+    blocks: int = 1,
+    used: int | None = None,
+) -> ParamSharding:
+    """Sharding of a parameter cut into equal runs of rows along one dimension.
+
+    Args:
+        global_shape: shape of the whole parameter, padding included.
+        tp_dim: the cut dimension.
+        group: tensor-parallel group.
+        blocks: the dimension consists of this many equal blocks, each cut on its own (2 for gate and
+            up projections in one matrix).
+        used: rows that exist; the rest is padding (vocabulary).
+
+    Raises:
+        ShapeError: the dimension does not divide by blocks x group size.
+    """
+    extent = global_shape[tp_dim]
+    if extent % (blocks * group.size):
+        raise ShapeError(
+            f"dimension {tp_dim} of {list(global_shape)} must be divisible by "
+            f"{blocks} x {group.size} (tensor-parallel size)"
+        )
+    block, per_rank = extent // blocks, extent // blocks // group.size
+    limit = extent if used is None else used
+    pieces = []
+    for i in range(blocks):
+        start = i * block + group.rank * per_rank
+        length = min(per_rank, max(0, limit - start))
+        if length:
+            pieces.append(Piece(i * per_rank, start, length))
+    shape = tuple(limit if d == tp_dim else size for d, size in enumerate(global_shape))
+    return ParamSharding(shape, tp_dim, tuple(pieces))
+
+
+def replicated_sharding(
+    shape: tuple[int, ...], group: Group, *, sequence_parallel: bool = False
+) -> ParamSharding:
+    """Sharding of a parameter that every tensor-parallel rank holds whole; the first rank owns it."""
+    rows = shape[0] if shape else 1
+    piece = Piece(0, 0, rows, is_owner=group.is_first)
+    return ParamSharding(shape, None, (piece,), sequence_parallel)
+
+
+def set_sharding(param: Tensor, sharding: ParamSharding) -> None:
+    """Declare how a parameter is cut, with Megatron's attributes beside ours."""
+    setattr(param, _ATTRIBUTE, sharding)
+    param.tensor_model_parallel = sharding.tp_dim is not None  # type: ignore[attr-defined]
+    param.partition_dim = -1 if sharding.tp_dim is None else sharding.tp_dim  # type: ignore[attr-defined]
+    param.partition_stride = 1  # type: ignore[attr-defined]
+    param.sequence_parallel = sharding.sequence_parallel  # type: ignore[attr-defined]
+
+
+def sharding_of(param: Tensor, group: Group) -> ParamSharding:
+    """The declaration of a parameter; one without is replicated over the tensor-parallel group.
+
+    A user's own module may set Megatron's `param.sequence_parallel = True` instead of declaring.
+    """
+    declared = param.__dict__.get(_ATTRIBUTE)
+    if declared is not None:
+        assert isinstance(declared, ParamSharding)
+        return declared
+    sequence_parallel = bool(param.__dict__.get("sequence_parallel", False))
+    return replicated_sharding(tuple(param.shape), group, sequence_parallel=sequence_parallel)
+
+
+_LAYER = re.compile(r"^layers\.(\d+)(?=\.|$)")
+
+
+def global_named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Parameters with names that do not depend on the layout.
+
+    A module with an integer attribute `layer_offset` holds layers `layers.I` whose global number is
+    I + layer_offset. `module.` prefixes of wrappers are dropped. A tied copy has its original's name.
+    """
+    for name, param in module.named_parameters():
+        sharding = param.__dict__.get(_ATTRIBUTE)
+        if sharding is not None and sharding.tied_key is not None:
+            yield sharding.tied_key, param
+        else:
+            yield global_name(module, name), param
+
+
+def global_name(module: nn.Module, name: str) -> str:
+    """Layout-free name of a parameter or module that `module` knows as `name`."""
+    parts: list[str] = []
+    rest, owner = name, module
+    while rest:
+        head, _, tail = rest.partition(".")
+        match = _LAYER.match(rest)
+        offset = owner.__dict__.get("layer_offset")
+        if match and isinstance(offset, int):
+            layer = int(match.group(1))
+            parts += ["layers", str(layer + offset)]
+            owner = owner.get_submodule(f"layers.{layer}")
+            rest = rest[match.end() + 1 :]
+            continue
+        if not (head == "module" and not parts):
+            parts.append(head)
+        children = dict(owner.named_children())
+        if head not in children:
+            parts += [tail] if tail else []
+            break
+        owner, rest = children[head], tail
+    return ".".join(parts)
