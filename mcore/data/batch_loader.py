@@ -1,0 +1,115 @@
+"""Micro-batches of one rank, read ahead of the training step."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+
+import numpy as np
+import torch
+
+from mcore.data.gpt_dataset import SampleDataset
+from mcore.data.samplers import SingleSampler
+from mcore.errors import DataError
+
+Batch = dict[str, torch.Tensor]
+"""`tokens`, `labels`, `loss_mask`, `position_ids` [b, s] and `sample_index` int64 [b]."""
+
+_AHEAD_PER_WORKER = 2
+
+
+class BatchLoader:
+    """An endless iterator over the micro-batches of one rank.
+
+    The order depends on nothing but the sampler and `consumed_samples`: any number of workers gives
+    the same batches. `sample_index` is the sample's place in the whole run (its consumed position),
+    which is the same for every layout. An error while reading is raised where the batch is taken.
+
+    Args:
+        dataset: what is read; None = no tokens are read and batches hold `sample_index` alone (a
+            pipeline stage that needs neither tokens nor labels).
+        sampler: which samples this rank reads.
+        consumed_samples: samples that all ranks consumed before; where a resumed run continues.
+        num_workers: threads that read ahead; 0 = read when a batch is taken.
+    """
+
+    def __init__(
+        self,
+        dataset: SampleDataset | None,
+        sampler: SingleSampler,
+        *,
+        consumed_samples: int = 0,
+        num_workers: int = 2,
+    ) -> None:
+        self._dataset = dataset
+        self._sampler = sampler
+        self._consumed = consumed_samples
+        self._closed = False
+        self._numbers = itertools.count()
+        self._ahead: deque[Future[Batch]] = deque()
+        self._first = consumed_samples
+        self._executor: ThreadPoolExecutor | None = None
+        self._depth = _AHEAD_PER_WORKER * num_workers
+        if num_workers > 0 and dataset is not None:
+            self._executor = ThreadPoolExecutor(num_workers, thread_name_prefix="mcore-data")
+
+    @property
+    def consumed_samples(self) -> int:
+        """Samples that all ranks have taken, those before the start included."""
+        return self._consumed
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        """The next micro-batch of this rank.
+
+        Raises:
+            DataError: the data set is used up, a token is outside the vocabulary, or the loader is
+                closed.
+        """
+        if self._closed:
+            raise DataError("this batch loader is closed; make a new one from consumed_samples")
+        if self._executor is None:
+            batch = self._read(next(self._numbers))
+        else:
+            while len(self._ahead) < self._depth:
+                self._ahead.append(self._executor.submit(self._read, next(self._numbers)))
+            batch = self._ahead.popleft().result()
+            self._ahead.append(self._executor.submit(self._read, next(self._numbers)))
+        self._consumed += self._sampler.samples_per_step
+        return batch
+
+    def close(self) -> None:
+        """Drop what was read ahead and end the threads; may be called twice."""
+        self._closed = True
+        self._ahead.clear()
+        if self._executor is not None:
+            self._executor.shutdown(wait=True, cancel_futures=True)
+
+    def __enter__(self) -> BatchLoader:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _read(self, number: int) -> Batch:
+        chosen = self._sampler.microbatch(self._first, number)
+        sample_index = torch.arange(chosen.start, chosen.stop, dtype=torch.int64)
+        if self._dataset is None:
+            return {"sample_index": sample_index}
+        samples = [self._dataset[index] for index in chosen]
+        batch = {
+            key: torch.from_numpy(np.stack([sample[key] for sample in samples]))
+            for key in samples[0]
+        }
+        batch["sample_index"] = sample_index
+        return batch

@@ -1,0 +1,80 @@
+"""A blend of data sets: sample k comes from the one that lags its share most."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from mcore.data.blend import blend_order, normalise
+from mcore.data.gpt_dataset import Sample, SampleDataset, SamplePiece
+from mcore.errors import DataError
+
+
+class BlendedDataset:
+    """Draws from several data sets, each in its own order.
+
+    Args:
+        datasets: what is blended, each with at least one sample.
+        weights: shares of the samples, any scale; None = in proportion to the lengths, and no
+            sample twice.
+        size: number of samples; None = every sample of every data set once (weights must be None).
+
+    Raises:
+        DataError: weights that are not above 0, or a size that the data sets cannot fill.
+    """
+
+    def __init__(
+        self,
+        datasets: Sequence[SampleDataset],
+        weights: Sequence[float] | None,
+        size: int | None,
+    ) -> None:
+        self.datasets = tuple(datasets)
+        lengths = [len(dataset) for dataset in datasets]
+        if weights is not None and size is None:
+            raise DataError("a weighted blend needs a number of samples; give one, or no weights")
+        if weights is not None and len(weights) != len(lengths):
+            raise DataError(f"{len(weights)} weights for a blend of {len(lengths)} data sets")
+        self.dataset_index, self.dataset_sample_index = blend_order(
+            normalise(lengths if weights is None else weights),
+            sum(lengths) if size is None else size,
+            lengths if weights is None else None,
+        )
+        drawn = np.bincount(self.dataset_index, minlength=len(lengths))
+        for number, (count, length) in enumerate(zip(drawn.tolist(), lengths, strict=True)):
+            if count > length:
+                raise DataError(
+                    f"a blend of {size} samples draws {count} from data set {number}, which holds "
+                    f"{length}; build it with more samples or give it a smaller weight"
+                )
+
+    def __len__(self) -> int:
+        """The number of samples."""
+        return len(self.dataset_index)
+
+    def __getitem__(self, index: int) -> Sample:
+        """Sample `index`; IndexError when there is none."""
+        dataset, sample = self._locate(index)
+        return dataset[sample]
+
+    def provenance(self, index: int) -> tuple[SamplePiece, ...]:
+        """Where the tokens of a sample come from, in order."""
+        dataset, sample = self._locate(index)
+        return dataset.provenance(sample)
+
+    def attention_mask(self, index: int) -> np.ndarray:
+        """What attention must not see, bool [1, s, s], True = hidden."""
+        dataset, sample = self._locate(index)
+        return dataset.attention_mask(sample)
+
+    def document_starts(self, index: int) -> np.ndarray:
+        """Positions of a sample where a document begins, int64 [documents]."""
+        dataset, sample = self._locate(index)
+        return dataset.document_starts(sample)
+
+    def _locate(self, index: int) -> tuple[SampleDataset, int]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of a blend, which has {len(self)}")
+        dataset = self.datasets[int(self.dataset_index[index])]
+        return dataset, int(self.dataset_sample_index[index])

@@ -1,0 +1,175 @@
+"""From the data options to the training, validation and test data sets."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from mcore.config.data import DEFAULT_SPLIT, DataConfig
+from mcore.data.blend import Blend, read_blends
+from mcore.data.blended_dataset import BlendedDataset
+from mcore.data.gpt_dataset import NO_PAD, GPTDataset, SampleDataset, SampleOptions
+from mcore.data.indexed_dataset import IndexedDataset
+from mcore.data.splits import SPLIT_NAMES, WHOLE, Bounds, split_bounds, split_range
+from mcore.errors import DataError
+from mcore.log import get_logger
+
+_SURPLUS = 0.005  # Megatron builds every data set of a weighted blend this much longer
+
+Datasets = tuple[SampleDataset | None, SampleDataset | None, SampleDataset | None]
+Sizes = tuple[int | None, int | None, int | None]
+
+
+def build_train_valid_test_datasets(
+    config: DataConfig,
+    *,
+    sizes: Sizes,
+    seq_length: int,
+    seed: int,
+    eod_id: int,
+    pad_id: int | None = None,
+    vocab_size: int | None = None,
+    add_extra_token: bool = True,
+) -> Datasets:
+    """Open the corpora and order the samples of the three splits.
+
+    A pure function of its arguments and the files: every process that calls it gets the same
+    samples, nothing is written and nothing is communicated.
+
+    Args:
+        config: where the data are, how they are split and masked.
+        sizes: samples wanted of training, validation and test; None = one pass over the corpus,
+            0 = not wanted. A data set may be longer than asked for. It is shorter in one case,
+            which is logged: corpora without weights are never repeated.
+        seq_length: tokens per sample.
+        seed: of the order; the same for every corpus.
+        eod_id: end-of-document id of the tokenizer.
+        pad_id: its padding id. None, or the same as `eod_id` = no padding: a pad that is also the
+            end of documents would take the loss there away.
+        vocab_size: number of ids, to refuse corpora of another tokenizer; None = not checked.
+        add_extra_token: see `SampleOptions`.
+
+    Returns:
+        Training, validation and test; None for a split without a share, without a corpus or not
+        wanted.
+
+    Raises:
+        DataError: a file that is absent or damaged, a split that is wanted but holds no tokens, or
+            a weighted blend without a size.
+    """
+    options = SampleOptions(
+        seq_length=seq_length,
+        seed=seed,
+        eod_id=eod_id,
+        pad_id=NO_PAD if pad_id is None or pad_id == eod_id else pad_id,
+        vocab_size=vocab_size,
+        reset_position_ids=config.reset_position_ids,
+        reset_attention_mask=config.reset_attention_mask,
+        eod_mask_loss=config.eod_mask_loss,
+        add_extra_token=add_extra_token,
+    )
+    blends = read_blends(config)
+    bounds: tuple[Bounds | None, ...] = (WHOLE, WHOLE, WHOLE)
+    if not config.has_separate_splits:
+        bounds = split_bounds(DEFAULT_SPLIT if config.split is None else config.split)
+    corpora = _Corpora(config.mmap_bin_files)
+    train, valid, test = (
+        None
+        if blend is None or bound is None or size == 0
+        else _build_split(name, blend, bound, size, corpora, options)
+        for name, blend, bound, size in zip(SPLIT_NAMES, blends, bounds, sizes, strict=True)
+    )
+    return train, valid, test
+
+
+class _Corpora:
+    """Every corpus is opened once, for all splits."""
+
+    def __init__(self, mmap: bool) -> None:
+        self._mmap = mmap
+        self._opened: dict[str, IndexedDataset] = {}
+
+    def open(self, prefix: str) -> IndexedDataset:
+        if prefix not in self._opened:
+            self._opened[prefix] = IndexedDataset(prefix, mmap=self._mmap)
+        return self._opened[prefix]
+
+
+def _build_split(
+    name: str,
+    blend: Blend,
+    bounds: Bounds,
+    size: int | None,
+    corpora: _Corpora,
+    options: SampleOptions,
+) -> SampleDataset | None:
+    if size is not None and size < 0:
+        raise DataError(f"{size} samples of the {name} split are wanted; use 0 or more")
+    if blend.weights is None:
+        return _build_unweighted(name, blend, bounds, size, corpora, options)
+    if size is None:
+        raise DataError(
+            f"the {name} split is a weighted blend, which needs a number of samples; give one, or "
+            "leave the weights out"
+        )
+    targets = [math.ceil(size * weight) for weight in blend.weights]
+    datasets = [
+        _build_one(prefix, bounds, math.ceil(target * (1 + _SURPLUS)), corpora, options)
+        for prefix, target in zip(blend.prefixes, targets, strict=True)
+    ]
+    return BlendedDataset(datasets, blend.weights, sum(targets))
+
+
+def _build_unweighted(
+    name: str,
+    blend: Blend,
+    bounds: Bounds,
+    size: int | None,
+    corpora: _Corpora,
+    options: SampleOptions,
+) -> SampleDataset | None:
+    """One corpus as long as wanted, or one pass over several."""
+    opened = [corpora.open(prefix) for prefix in blend.prefixes]
+    if size is None and not any(split_range(bounds, len(indexed)) for indexed in opened):
+        get_logger().warning("the %s split holds no sequence: it has no data set", name)
+        return None
+    if len(opened) == 1:
+        return _build_one(blend.prefixes[0], bounds, size, corpora, options)
+    datasets = [
+        _build_one(prefix, bounds, None, corpora, options)
+        for prefix in blend.prefixes
+        if _holds_a_sample(corpora.open(prefix), bounds, options)
+    ]
+    if not datasets:
+        raise DataError(
+            f"none of the corpora {' '.join(blend.prefixes)} holds one sample of "
+            f"{options.seq_length} tokens in its {name} split; use a shorter --seq-length or "
+            "weights, with which corpora are repeated"
+        )
+    available = sum(len(dataset) for dataset in datasets)
+    if size is not None and size > available:
+        get_logger().warning(
+            "%d samples of the %s split are wanted, but its corpora hold %d in one pass and are "
+            "not "
+            "repeated without weights; give each corpus a weight to repeat it",
+            size,
+            name,
+            available,
+        )
+    return BlendedDataset(datasets, None, None if size is None else min(size, available))
+
+
+def _build_one(
+    prefix: str, bounds: Bounds, size: int | None, corpora: _Corpora, options: SampleOptions
+) -> GPTDataset:
+    indexed = corpora.open(prefix)
+    chosen = split_range(bounds, len(indexed))
+    documents = np.arange(chosen.start, chosen.stop, dtype=np.int32)
+    return GPTDataset(indexed, documents, size, options)
+
+
+def _holds_a_sample(indexed: IndexedDataset, bounds: Bounds, options: SampleOptions) -> bool:
+    chosen = split_range(bounds, len(indexed))
+    lengths = indexed.sequence_lengths[chosen.start : chosen.stop]
+    return int(lengths.sum(dtype=np.int64)) >= options.seq_length + int(options.add_extra_token)
