@@ -1,6 +1,9 @@
-"""Training data: indexed files, sample order, blends, samplers and batches."""
+"""Training data: indexed files, sample order, blends and samplers.
 
-from mcore.data.batch_loader import Batch, BatchLoader
+`BatchLoader` is imported from `mcore.data.batch_loader`: it alone needs torch, and the tools and
+their worker processes start without it.
+"""
+
 from mcore.data.blended_dataset import BlendedDataset
 from mcore.data.builder import build_train_valid_test_datasets
 from mcore.data.gpt_dataset import (
@@ -18,8 +21,6 @@ from mcore.data.samplers import SingleSampler
 
 __all__ = [
     "NO_PAD",
-    "Batch",
-    "BatchLoader",
     "BlendedDataset",
     "DType",
     "GPTDataset",

@@ -7,10 +7,9 @@ import os
 import shutil
 from collections.abc import Sequence
 from types import TracebackType
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO, TypeAlias
 
 import numpy as np
-import torch
 
 from mcore.data.indexed_dataset import IndexedDataset
 from mcore.data.indexed_format import (
@@ -24,10 +23,13 @@ from mcore.data.indexed_format import (
 )
 from mcore.errors import DataError
 
+if TYPE_CHECKING:
+    import torch
+
 _ROWS = 1 << 20  # index rows written together
 _COPY_BYTES = 16 << 20
 
-Tokens = Sequence[int] | np.ndarray | torch.Tensor
+Tokens: TypeAlias = "Sequence[int] | np.ndarray | torch.Tensor"
 
 
 class IndexedDatasetBuilder:
