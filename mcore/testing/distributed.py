@@ -120,12 +120,13 @@ class _WorkerPool:
         failed: int | None = None
         deadline = time.monotonic() + timeout
         while len(answers) < len(self._pipes):
-            waiting = {pipe: r for r, pipe in enumerate(self._pipes) if r not in answers}
+            waiting: dict[Any, int] = {
+                pipe: r for r, pipe in enumerate(self._pipes) if r not in answers
+            }
             ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
                 break
-            for pipe in ready:
-                assert isinstance(pipe, Connection)
+            for pipe in map(_as_pipe, ready):
                 rank = waiting[pipe]
                 answers[rank] = self._receive(rank, pipe)
                 if failed is None and answers[rank][0] == "error":
@@ -165,6 +166,11 @@ class _WorkerPool:
             process.join()
         self._processes = []
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _as_pipe(waited: Any) -> Connection:
+    assert isinstance(waited, Connection)
+    return waited
 
 
 def _raise(rank: int, answer: tuple[str, Any, str]) -> None:

@@ -65,8 +65,7 @@ class ParamSharding:
         return 0 if self.tp_dim is None else self.tp_dim
 
     def views(self, tensor: Tensor, *, owned_only: bool = False) -> Iterator[tuple[Piece, Tensor]]:
-        """Each piece with its view of a tensor of the parameter's local shape (the parameter, its
-        gradient or an optimizer state)."""  # fmt: skip
+        """Each piece with its view of a tensor that has the parameter's local shape."""
         for piece in self.pieces:
             if piece.is_owner or not owned_only:
                 whole = tensor.dim() == 0
@@ -90,43 +89,55 @@ class ParamSharding:
         )
 
 
-def even_sharding(
-    global_shape: tuple[int, ...],
-    tp_dim: int,
-    group: Group,
-    *,
-    blocks: int = 1,
-    used: int | None = None,
-) -> ParamSharding:
-    """Sharding of a parameter cut into equal runs of rows along one dimension.
+@dataclass(frozen=True, slots=True)
+class RowCut:
+    """How the rows of a dimension are dealt to this rank, whatever the other dimensions are.
+
+    Attributes:
+        total: global rows, without padding.
+        local: rows of this rank's tensor, padding included.
+        pieces: which local rows are which global rows.
+    """
+
+    total: int
+    local: int
+    pieces: tuple[Piece, ...]
+
+    def sharding(self, *other: int, dim: int = 0) -> ParamSharding:
+        """Declaration for a parameter with these rows along `dim` and `other` sizes elsewhere."""
+        shape = list(other)
+        shape.insert(dim, self.total)
+        return ParamSharding(tuple(shape), dim, self.pieces)
+
+
+def even_rows(total: int, group: Group, *, blocks: int = 1, used: int | None = None) -> RowCut:
+    """Rows dealt in equal runs.
 
     Args:
-        global_shape: shape of the whole parameter, padding included.
-        tp_dim: the cut dimension.
+        total: global rows, padding included.
         group: tensor-parallel group.
-        blocks: the dimension consists of this many equal blocks, each cut on its own (2 for gate and
-            up projections in one matrix).
-        used: rows that exist; the rest is padding (vocabulary).
+        blocks: the rows form this many equal blocks, each dealt on its own (2 for gate and up
+            projections in one matrix).
+        used: rows that exist; the rest, at the end, is padding (vocabulary).
 
     Raises:
-        ShapeError: the dimension does not divide by blocks x group size.
+        ShapeError: the rows do not divide by blocks x group size.
     """
-    extent = global_shape[tp_dim]
-    if extent % (blocks * group.size):
+    if total % (blocks * group.size):
+        factor = f"{blocks} x {group.size}" if blocks > 1 else str(group.size)
         raise ShapeError(
-            f"dimension {tp_dim} of {list(global_shape)} must be divisible by "
-            f"{blocks} x {group.size} (tensor-parallel size)"
+            f"size {total} must be divisible by {factor} (tensor-parallel size {group.size}); "
+            "change the size or the tensor-parallel size"
         )
-    block, per_rank = extent // blocks, extent // blocks // group.size
-    limit = extent if used is None else used
+    block, per_rank = total // blocks, total // blocks // group.size
+    limit = total if used is None else used
     pieces = []
     for i in range(blocks):
         start = i * block + group.rank * per_rank
         length = min(per_rank, max(0, limit - start))
         if length:
             pieces.append(Piece(i * per_rank, start, length))
-    shape = tuple(limit if d == tp_dim else size for d, size in enumerate(global_shape))
-    return ParamSharding(shape, tp_dim, tuple(pieces))
+    return RowCut(limit, blocks * per_rank, tuple(pieces))
 
 
 def replicated_sharding(

@@ -115,6 +115,8 @@ class _GroupFactory:
                 self._made[ranks] = handle
 
     def _new(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        if len(ranks) == dist.get_world_size() and len(ranks) > 1:
-            return dist.group.WORLD
-        return dist.new_group(list(ranks), timeout=self._timeout)
+        whole = dist.group.WORLD
+        if whole is not None and 1 < len(ranks) == dist.get_world_size():
+            return whole
+        handle: dist.ProcessGroup = dist.new_group(list(ranks), timeout=self._timeout)
+        return handle

@@ -1,0 +1,176 @@
+"""Shape and numerics of a transformer decoder."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from mcore.config.fields import choose, flag
+from mcore.config.parallel import ModelParallelConfig
+from mcore.errors import ConfigError
+
+Normalization = Literal["LayerNorm", "RMSNorm"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TransformerConfig(ModelParallelConfig):
+    """Options of the transformer layers, with Megatron's names.
+
+    It extends `ModelParallelConfig` because every layer of the block needs both, and because code
+    written for Megatron builds one object from both sets of names.
+
+    Raises:
+        ConfigError: sizes that do not divide, or options that exclude each other.
+    """
+
+    num_layers: int = flag(required=True, model=True, help="Number of transformer layers.")
+    hidden_size: int = flag(required=True, model=True, help="Width of the residual stream.")
+    num_attention_heads: int = flag(required=True, model=True, help="Number of query heads.")
+    num_query_groups: int | None = flag(
+        None,
+        model=True,
+        help="Number of key/value heads (grouped-query attention); needs --group-query-attention.",
+    )
+    kv_channels: int | None = flag(
+        None, model=True, help="Size of one head; hidden size / heads when absent."
+    )
+    ffn_hidden_size: int | None = flag(
+        None,
+        model=True,
+        help="Width of the MLP; 4 x hidden size when absent, 8/3 of it down to a multiple of 64 "
+        "with --swiglu.",
+    )
+    normalization: Normalization = flag("LayerNorm", model=True, help="Kind of norm.")
+    layernorm_epsilon: float = flag(
+        1e-5,
+        model=True,
+        name="--norm-epsilon",
+        aliases=("--layernorm-epsilon",),
+        help="Added to the variance in norms.",
+    )
+    gated_linear_unit: bool = flag(
+        False, model=True, name="--swiglu", help="SwiGLU MLP: silu(gate) x up instead of GELU."
+    )
+    openai_gelu: bool = flag(
+        False, model=True, help="The tanh form of GELU (Hugging Face's gelu_new) instead of erf."
+    )
+    add_bias_linear: bool = flag(
+        True, model=True, name="--bias-linear", help="Biases in linear layers."
+    )
+    add_qkv_bias: bool = flag(
+        False, model=True, help="A bias in the QKV projection even where linear layers have none."
+    )
+    qk_layernorm: bool = flag(
+        False, model=True, help="Normalise each query and key head before attention."
+    )
+    rotary_interleaved: bool = flag(
+        False, model=True, help="Rotate neighbouring pairs of channels rather than the two halves."
+    )
+    hidden_dropout: float = flag(
+        0.1, model=True, help="Probability that a residual or embedding element is dropped."
+    )
+    attention_dropout: float = flag(
+        0.1, model=True, help="Probability that an attention weight is dropped."
+    )
+    init_method_std: float = flag(
+        0.02,
+        help="Standard deviation of initial weights; divided by sqrt(2 x layers) where a layer "
+        "writes to the residual stream.",
+    )
+    recompute_num_layers: int | None = flag(
+        None, help="Layers in each recomputed group, with full recomputation."
+    )
+    recompute_granularity: Literal["full"] | None = flag(
+        None, help="Recompute activations in backward rather than keep them."
+    )
+    recompute_method: Literal["uniform"] | None = flag(
+        None, help="Which layers are recomputed: uniform groups of --recompute-num-layers."
+    )
+
+    def __post_init__(self) -> None:
+        ModelParallelConfig.__post_init__(self)
+        for name in ("num_layers", "hidden_size", "num_attention_heads"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; use a whole number from 1 up")
+        try:
+            choose(self.normalization, ("LayerNorm", "RMSNorm"), "normalization")
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        self._check_heads()
+        for name in ("hidden_dropout", "attention_dropout"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                raise ConfigError(f"{name} is {getattr(self, name)}; use a probability below 1")
+        if self.gated_linear_unit and self.openai_gelu:
+            raise ConfigError("swiglu and openai_gelu exclude each other; drop one")
+        self._check_recompute()
+
+    def _check_heads(self) -> None:
+        heads, groups = self.num_attention_heads, self.query_groups
+        tp = self.tensor_model_parallel_size
+        if self.kv_channels is None and self.hidden_size % heads:
+            raise ConfigError(
+                f"hidden_size ({self.hidden_size}) must be divisible by num_attention_heads "
+                f"({heads}), or give kv_channels"
+            )
+        if heads % groups:
+            raise ConfigError(
+                f"num_attention_heads ({heads}) must be divisible by num_query_groups ({groups}); "
+                f"use {_divisors(heads)} groups"
+            )
+        if heads % tp:
+            raise ConfigError(
+                f"num_attention_heads ({heads}) must be divisible by tensor_model_parallel_size "
+                f"({tp}); use {_divisors(heads)}"
+            )
+        if groups % tp and tp % groups:
+            raise ConfigError(
+                f"num_query_groups ({groups}) must be a multiple or a divisor of "
+                f"tensor_model_parallel_size ({tp})"
+            )
+        if self.ffn_size % tp:
+            raise ConfigError(
+                f"ffn_hidden_size ({self.ffn_size}) must be divisible by "
+                f"tensor_model_parallel_size ({tp}); the nearest are "
+                f"{self.ffn_size // tp * tp} and {(self.ffn_size // tp + 1) * tp}"
+            )
+
+    def _check_recompute(self) -> None:
+        if self.recompute_granularity is None:
+            if self.recompute_method is not None or self.recompute_num_layers is not None:
+                raise ConfigError(
+                    "recompute_method and recompute_num_layers need recompute_granularity full"
+                )
+        elif self.recompute_method is None or not self.recompute_num_layers:
+            raise ConfigError(
+                "recompute_granularity full needs recompute_method uniform and "
+                "recompute_num_layers of at least 1"
+            )
+
+    @property
+    def query_groups(self) -> int:
+        """Number of key/value heads."""
+        return self.num_query_groups or self.num_attention_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Size of one head."""
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def ffn_size(self) -> int:
+        """Width of the MLP."""
+        if self.ffn_hidden_size is not None:
+            return self.ffn_hidden_size
+        if self.gated_linear_unit:
+            return int(self.hidden_size * 8 / 3 / 64) * 64
+        return 4 * self.hidden_size
+
+    @property
+    def output_init_std(self) -> float:
+        """Standard deviation of weights that write to the residual stream (GPT-2's rule)."""
+        return self.init_method_std / math.sqrt(2.0 * self.num_layers)
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)

@@ -1,0 +1,83 @@
+"""The accelerator behind one door: everything else in mcore is device-agnostic."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from mcore.errors import ConfigError
+
+DeviceName = Literal["auto", "cpu", "cuda"]
+
+
+def pick_device(name: DeviceName, local_rank: int) -> torch.device:
+    """Device of this process, made current.
+
+    Args:
+        name: `cpu`, `cuda`, or `auto` for CUDA where there is one.
+        local_rank: number of this process on its machine, which picks the GPU.
+
+    Raises:
+        ConfigError: CUDA was asked for and is not there, or the machine has fewer GPUs than processes.
+    """
+    available = torch.cuda.is_available()
+    if name == "cuda" and not available:
+        raise ConfigError("device is cuda but torch sees no GPU; use --device cpu or auto")
+    if name == "cpu" or not available:
+        return torch.device("cpu")
+    if local_rank >= torch.cuda.device_count():
+        raise ConfigError(
+            f"local rank {local_rank} has no GPU: this machine has {torch.cuda.device_count()}; "
+            "start at most one process per GPU"
+        )
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def backend_name(device: torch.device) -> str:
+    """The torch.distributed backend for a device: nccl on CUDA, gloo on the CPU."""
+    return "nccl" if device.type == "cuda" else "gloo"
+
+
+def current_device() -> torch.device:
+    """Device that random states live on: the current GPU if CUDA is in use, else the CPU."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def get_rng_state() -> Tensor:
+    """State of the default generator of `current_device()`."""
+    device = current_device()
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def set_rng_state(state: Tensor) -> None:
+    """Set the state of the default generator of `current_device()`."""
+    device = current_device()
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
+    else:
+        torch.set_rng_state(state)
+
+
+def seed_rng(seed: int) -> None:
+    """Seed the default generator of `current_device()`."""
+    device = current_device()
+    if device.type == "cuda":
+        torch.cuda.manual_seed(seed)
+    else:
+        torch.manual_seed(seed)
+
+
+def allocated_bytes(device: torch.device) -> int | None:
+    """Peak bytes that tensors took on a GPU; None on the CPU, where torch does not count them."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device; for timers at the log interval, never inside the step."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

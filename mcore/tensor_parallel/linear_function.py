@@ -1,0 +1,138 @@
+"""The linear map of the parallel layers, with communication hidden behind matrix products."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+
+from mcore.parallel_state import tensor_model_parallel_group_or
+from mcore.tensor_parallel.mappings import AnyGroup
+from mcore.topology.collectives import (
+    Pending,
+    all_gather_along_dim,
+    start_all_gather_along_dim,
+    start_all_reduce_,
+    start_reduce_scatter_along_dim,
+)
+from mcore.topology.group import Group, as_group
+
+
+class LinearWithGradAccumulationAndAsyncCommunication(Function):
+    """y = x W^T + b, whose backward overlaps communication of dx with the product for dW.
+
+    With sequence parallelism x is this rank's part of the sequence: it is gathered in forward, and
+    again in backward rather than kept, while dx = dy W is computed; dx is then reduce-scattered while
+    dW is computed. Without it dx is all-reduced while dW is computed.
+
+    Where the data-parallel wrapper gave the weight a `main_grad`, dW is added to it by the same matrix
+    product and no weight gradient is returned.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input_: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        group: AnyGroup,
+        sequence_parallel: bool,
+        allreduce_dgrad: bool,
+        gradient_accumulation_fusion: bool,
+    ) -> Tensor:
+        ctx.group = as_group(group)
+        ctx.sequence_parallel = sequence_parallel
+        ctx.allreduce_dgrad = allreduce_dgrad
+        ctx.fuse = gradient_accumulation_fusion
+        ctx.has_bias = bias is not None
+        ctx.save_for_backward(input_, weight)
+        total = all_gather_along_dim(input_, 0, ctx.group) if sequence_parallel else input_
+        return F.linear(total, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        input_, weight = ctx.saved_tensors
+        group: Group = ctx.group
+        needs_input, needs_weight = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
+
+        gathering: Pending | None = None
+        if ctx.sequence_parallel and needs_weight:
+            gathering = start_all_gather_along_dim(input_, 0, group)
+        sending: Pending | None = None
+        if needs_input:
+            grad_input = grad_output.matmul(weight)
+            if ctx.sequence_parallel:
+                sending = start_reduce_scatter_along_dim(grad_input, 0, group)
+            elif ctx.allreduce_dgrad:
+                sending = start_all_reduce_(grad_input, group)
+            else:
+                sending = Pending([], lambda: grad_input)
+
+        grad_weight = grad_bias = None
+        if needs_weight:
+            total = input_ if gathering is None else gathering.wait()
+            grad_weight = _weight_gradient(weight, grad_output, total, ctx.fuse)
+        if ctx.has_bias and ctx.needs_input_grad[2]:
+            grad_bias = grad_output.flatten(0, -2).sum(0)
+        done = None if sending is None else sending.wait()
+        return done, grad_weight, grad_bias, None, None, None, None
+
+
+def _weight_gradient(weight: Tensor, grad_output: Tensor, x: Tensor, fuse: bool) -> Tensor | None:
+    """dW = dy^T x, added straight into `weight.main_grad` where the wrapper asks for it."""
+    rows, columns = grad_output.flatten(0, -2), x.flatten(0, -2)
+    if not fuse:
+        return rows.t().mm(columns)
+    main_grad: Tensor = weight.main_grad  # type: ignore[attr-defined]
+    if main_grad.dtype == rows.dtype:
+        main_grad.addmm_(rows.t(), columns)
+    else:
+        main_grad.add_(rows.t().mm(columns))
+    weight.mark_grad_ready()  # type: ignore[attr-defined]
+    return None
+
+
+def linear_with_grad_accumulation_and_async_allreduce(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    gradient_accumulation_fusion: bool,
+    allreduce_dgrad: bool,
+    sequence_parallel: bool,
+    tp_group: AnyGroup | None = None,
+) -> Tensor:
+    """Linear map whose input gradient is communicated while the weight gradient is computed.
+
+    Args:
+        input: [s, b, k], or [s/t, b, k] with sequence parallelism.
+        weight: [n, k], this rank's part.
+        bias: [n] or None.
+        gradient_accumulation_fusion: add the weight gradient straight to `weight.main_grad`.
+        allreduce_dgrad: all-reduce the input gradient (a column-parallel layer whose input is
+            replicated); excludes sequence_parallel.
+        sequence_parallel: gather the input along the sequence, reduce-scatter its gradient.
+        tp_group: tensor-parallel group, ours by default.
+
+    Returns:
+        [s, b, n].
+    """
+    group = tensor_model_parallel_group_or(tp_group)
+    parallel = group.size > 1
+    result: Tensor = LinearWithGradAccumulationAndAsyncCommunication.apply(
+        input,
+        weight,
+        bias,
+        group,
+        sequence_parallel and parallel,
+        allreduce_dgrad and parallel,
+        gradient_accumulation_fusion,
+    )
+    return result
+
+
+def accumulates_in_main_grad(weight: Tensor) -> bool:
+    """Whether the data-parallel wrapper wants this weight's gradient added to `main_grad` directly."""
+    return torch.is_grad_enabled() and "mark_grad_ready" in weight.__dict__
