@@ -1,0 +1,204 @@
+"""Options of the optimizer and of its learning-rate and weight-decay schedules."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from mcore.config.fields import choose, flag
+from mcore.errors import ConfigError
+
+DecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"]
+WsdDecayStyle = Literal["linear", "cosine", "exponential", "minus_sqrt"]
+WeightDecayIncrStyle = Literal["constant", "linear", "cosine"]
+
+DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
+WSD_DECAY_STYLES = ("linear", "cosine", "exponential", "minus_sqrt")
+WEIGHT_DECAY_INCR_STYLES = ("constant", "linear", "cosine")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerConfig:
+    """The update rule. Parameters in a lower precision than fp32 get fp32 main parameters."""
+
+    optimizer: Literal["adam"] = flag("adam", help="Update rule: adam (decoupled weight decay).")
+    lr: float | None = flag(None, help="Highest learning rate, reached at the end of the warmup.")
+    min_lr: float = flag(0.0, help="Lowest learning rate of the decay.")
+    weight_decay: float = flag(
+        0.01, help="Decoupled weight decay; not applied to biases and 1-D parameters."
+    )
+    adam_beta1: float = flag(0.9, help="Decay of Adam's running mean of gradients.")
+    adam_beta2: float = flag(0.999, help="Decay of Adam's running mean of squared gradients.")
+    adam_eps: float = flag(1e-8, help="Added to the denominator of Adam's update.")
+    clip_grad: float = flag(
+        1.0, help="Largest global L2 norm of the gradient; 0 = measured, not clipped."
+    )
+
+    def __post_init__(self) -> None:
+        choose(self.optimizer, ("adam",), "optimizer")
+        if self.min_lr < 0:
+            raise ConfigError(f"min_lr is {self.min_lr}; it must not be negative")
+        if self.lr is not None and self.lr < self.min_lr:
+            raise ConfigError(f"lr ({self.lr}) must not be below min_lr ({self.min_lr})")
+        if self.clip_grad < 0:
+            raise ConfigError(f"clip_grad is {self.clip_grad}; use 0 to switch clipping off")
+        for name, beta in (("adam_beta1", self.adam_beta1), ("adam_beta2", self.adam_beta2)):
+            if not 0 <= beta < 1:
+                raise ConfigError(f"{name} is {beta}; it must lie in [0, 1)")
+        if self.adam_eps <= 0:
+            raise ConfigError(f"adam_eps is {self.adam_eps}; it must be positive")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SchedulerConfig:
+    """How learning rate and weight decay change over training.
+
+    Lengths are in iterations when training is (`--train-iters`) and in samples when training is
+    (`--train-samples`); `scheduler_steps` turns both into samples.
+    """
+
+    lr_decay_style: DecayStyle = flag("linear", help="Curve of the learning rate after the warmup.")
+    lr_decay_iters: int | None = flag(
+        None, help="Iterations over which the learning rate decays; the training length by default."
+    )
+    lr_decay_samples: int | None = flag(
+        None, help="Samples over which the learning rate decays; the training length by default."
+    )
+    lr_warmup_fraction: float | None = flag(
+        None, help="Part of the decay length that is linear warmup; excludes the other two lengths."
+    )
+    lr_warmup_iters: int = flag(0, help="Iterations of linear warmup.")
+    lr_warmup_samples: int = flag(0, help="Samples of linear warmup.")
+    lr_warmup_init: float = flag(0.0, help="Learning rate at step 0 of the warmup.")
+    lr_wsd_decay_style: WsdDecayStyle = flag("exponential", help="Curve of WSD's final decay.")
+    lr_wsd_decay_iters: int | None = flag(None, help="Iterations of WSD's final decay.")
+    lr_wsd_decay_samples: int | None = flag(None, help="Samples of WSD's final decay.")
+    start_weight_decay: float | None = flag(
+        None, help="First weight decay where it changes; needs --weight-decay-incr-style."
+    )
+    end_weight_decay: float | None = flag(
+        None, help="Last weight decay where it changes; needs --weight-decay-incr-style."
+    )
+    weight_decay_incr_style: WeightDecayIncrStyle = flag(
+        "constant", help="Curve from the first weight decay to the last, over the training length."
+    )
+    override_opt_param_scheduler: bool = flag(
+        False, help="On resume take the schedule from the command line, not from the checkpoint."
+    )
+    use_checkpoint_opt_param_scheduler: bool = flag(
+        False, help="On resume take the schedule from the checkpoint, not from the command line."
+    )
+
+    def __post_init__(self) -> None:
+        choose(self.lr_decay_style, DECAY_STYLES, "lr_decay_style")
+        choose(self.lr_wsd_decay_style, WSD_DECAY_STYLES, "lr_wsd_decay_style")
+        choose(self.weight_decay_incr_style, WEIGHT_DECAY_INCR_STYLES, "weight_decay_incr_style")
+        fraction = self.lr_warmup_fraction
+        if fraction is not None and (self.lr_warmup_iters or self.lr_warmup_samples):
+            raise ConfigError("give lr_warmup_fraction or a warmup length, not both")
+        if fraction is not None and not 0 <= fraction < 1:
+            raise ConfigError(f"lr_warmup_fraction is {fraction}; it must lie in [0, 1)")
+        if self.override_opt_param_scheduler and self.use_checkpoint_opt_param_scheduler:
+            raise ConfigError(
+                "override_opt_param_scheduler and use_checkpoint_opt_param_scheduler contradict "
+                "each other; give one"
+            )
+        self._check_weight_decay()
+
+    def _check_weight_decay(self) -> None:
+        ends = (self.start_weight_decay, self.end_weight_decay)
+        if self.weight_decay_incr_style == "constant":
+            if ends != (None, None):
+                raise ConfigError(
+                    "start_weight_decay and end_weight_decay need weight_decay_incr_style linear "
+                    "or cosine; a constant one is weight_decay"
+                )
+        elif None in ends:
+            raise ConfigError(
+                f"weight_decay_incr_style {self.weight_decay_incr_style} needs both "
+                "start_weight_decay and end_weight_decay"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SchedulerSteps:
+    """Lengths of the schedules in scheduler steps; a step is one sample.
+
+    Attributes:
+        lr_warmup_steps: warmup, fractional where it is a fraction of the decay.
+        lr_decay_steps: warmup and decay together.
+        wd_incr_steps: length of the weight-decay ramp: the whole training.
+        wsd_decay_steps: final decay of WSD, or None for other styles.
+    """
+
+    lr_warmup_steps: float
+    lr_decay_steps: int
+    wd_incr_steps: int
+    wsd_decay_steps: int | None
+
+
+def scheduler_steps(
+    config: SchedulerConfig,
+    *,
+    global_batch_size: int,
+    train_iters: int | None = None,
+    train_samples: int | None = None,
+) -> SchedulerSteps:
+    """Schedule lengths in samples.
+
+    Args:
+        config: lengths in iterations or samples, like the training length.
+        global_batch_size: samples per iteration, after any ramp-up.
+        train_iters: training length in iterations; give this or `train_samples`.
+        train_samples: training length in samples.
+
+    Raises:
+        ConfigError: both or neither training length, lengths in the other unit, or WSD without the
+            length of its decay.
+    """
+    if (train_iters is None) == (train_samples is None):
+        raise ConfigError("give exactly one of train_iters and train_samples")
+    if train_iters is not None:
+        _refuse_other_unit(
+            "train_iters",
+            lr_decay_samples=config.lr_decay_samples,
+            lr_warmup_samples=config.lr_warmup_samples,
+            lr_wsd_decay_samples=config.lr_wsd_decay_samples,
+        )
+        length, unit = train_iters, global_batch_size
+        decay, warmup = config.lr_decay_iters, config.lr_warmup_iters
+        wsd = config.lr_wsd_decay_iters
+    else:
+        assert train_samples is not None
+        _refuse_other_unit(
+            "train_samples",
+            lr_decay_iters=config.lr_decay_iters,
+            lr_warmup_iters=config.lr_warmup_iters,
+            lr_wsd_decay_iters=config.lr_wsd_decay_iters,
+        )
+        length, unit = train_samples, 1
+        decay, warmup = config.lr_decay_samples, config.lr_warmup_samples
+        wsd = config.lr_wsd_decay_samples
+    decay_steps = (length if decay is None else decay) * unit
+    fraction = config.lr_warmup_fraction
+    warmup_steps = warmup * unit if fraction is None else fraction * decay_steps
+    return SchedulerSteps(
+        lr_warmup_steps=warmup_steps,
+        lr_decay_steps=decay_steps,
+        wd_incr_steps=length * unit,
+        wsd_decay_steps=_wsd_steps(config, wsd, unit),
+    )
+
+
+def _wsd_steps(config: SchedulerConfig, length: int | None, unit: int) -> int | None:
+    if config.lr_decay_style != "WSD":
+        return None
+    if length is None:
+        raise ConfigError("lr_decay_style WSD needs lr_wsd_decay_iters or lr_wsd_decay_samples")
+    return length * unit
+
+
+def _refuse_other_unit(training: str, **lengths: int | None) -> None:
+    given = [name for name, value in lengths.items() if value]
+    if given:
+        raise ConfigError(f"training is measured by {training}, which excludes {', '.join(given)}")
