@@ -1,0 +1,138 @@
+"""Where checkpoints lie and how one comes into being: shards, then metadata, then the pointer.
+
+An iteration exists once its `metadata.json` does. That file names the shards by names that no
+other save uses, and appears by an atomic rename, so a save that dies leaves whatever was there
+before, also when it was about to replace the same iteration.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from mcore.errors import CheckpointError
+
+METADATA_NAME = "metadata.json"
+POINTER_NAME = "latest_checkpointed_iteration.txt"
+_ITERATION = re.compile(r"iter_([0-9]{7,})")
+
+
+def iteration_directory(root: str | os.PathLike[str], iteration: int) -> Path:
+    """`ROOT/iter_0000006`."""
+    return Path(root) / f"iter_{iteration:07d}"
+
+
+def complete_iterations(root: str | os.PathLike[str]) -> list[int]:
+    """Iterations of a save root that were written to the end, ascending."""
+    if not Path(root).is_dir():
+        return []
+    found = []
+    for entry in Path(root).iterdir():
+        match = _ITERATION.fullmatch(entry.name)
+        if match and (entry / METADATA_NAME).is_file():
+            found.append(int(match.group(1)))
+    return sorted(found)
+
+
+def latest_iteration(root: str | os.PathLike[str]) -> int | None:
+    """The iteration that the pointer file names; None where there is no pointer file.
+
+    Raises:
+        CheckpointError: the pointer cannot be read or is not a plain integer.
+    """
+    pointer = Path(root) / POINTER_NAME
+    try:
+        text = pointer.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise CheckpointError(f"cannot read {pointer}: {error}") from error
+    if not re.fullmatch(rb"\s*[0-9]{1,18}\s*", text):
+        raise CheckpointError(
+            f"{pointer} holds {text[:40]!r}, not an iteration number; {_remedy(root)}"
+        )
+    return int(text)
+
+
+def _remedy(root: str | os.PathLike[str]) -> str:
+    complete = complete_iterations(root)
+    if not complete:
+        return f"there is no complete checkpoint in {root}"
+    return (
+        f"complete checkpoints there: {', '.join(map(str, complete))}; write one of these numbers "
+        f"into {POINTER_NAME} or choose one with --ckpt-step"
+    )
+
+
+def find_checkpoint(path: str | os.PathLike[str], iteration: int | None = None) -> Path:
+    """The directory of a complete checkpoint.
+
+    Args:
+        path: a save root, or (iteration None) the directory of one iteration.
+        iteration: which one; None = the one that the pointer names.
+
+    Raises:
+        CheckpointError: there is none, the pointer is damaged or what it names is incomplete.
+    """
+    root = Path(path)
+    if iteration is None and (root / METADATA_NAME).is_file():
+        return root
+    if not root.is_dir():
+        raise CheckpointError(f"there is no directory {root}")
+    wanted = latest_iteration(root) if iteration is None else iteration
+    if wanted is None:
+        raise CheckpointError(f"{root} is not a checkpoint: no {POINTER_NAME}; {_remedy(root)}")
+    directory = iteration_directory(root, wanted)
+    if not (directory / METADATA_NAME).is_file():
+        source = f"{root / POINTER_NAME} names" if iteration is None else "the load asks for"
+        raise CheckpointError(
+            f"{source} iteration {wanted}, but {directory} has no {METADATA_NAME}: it is absent or "
+            f"was never completed; {_remedy(root)}"
+        )
+    return directory
+
+
+def publish(directory: Path, metadata: bytes, shards: set[str]) -> None:
+    """Make a checkpoint exist: its shards are on disk, now its `metadata.json` appears.
+
+    Args:
+        directory: of the iteration.
+        metadata: content of `metadata.json`.
+        shards: names of the files that belong to it; other shards there are leftovers and deleted.
+    """
+    _sync_directory(directory)
+    replace_file(directory / METADATA_NAME, metadata)
+    for entry in directory.glob("*.safetensors"):
+        if entry.name not in shards:
+            entry.unlink(missing_ok=True)
+
+
+def point_to(root: Path, iteration: int) -> None:
+    """Let the pointer file name an iteration, atomically."""
+    replace_file(root / POINTER_NAME, f"{iteration}".encode())
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a file so that at any moment either the old or the new content is there, and stays."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with open(temporary, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    _sync_directory(path.parent)
+
+
+def make_directory(directory: Path) -> None:
+    """Create the directory of an iteration, durably."""
+    directory.mkdir(parents=True, exist_ok=True)
+    _sync_directory(directory.parent)
+
+
+def _sync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,213 @@
+"""Loading a checkpoint into the tensors of any layout."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+
+from mcore.checkpoint.commit import find_checkpoint
+from mcore.checkpoint.metadata import CheckpointMetadata, TensorRecord
+from mcore.checkpoint.planner import LoadPlanner
+from mcore.checkpoint.rank_local import RankLocal, is_rank_local
+from mcore.checkpoint.reader import read_metadata
+from mcore.checkpoint.saver import as_sharded
+from mcore.checkpoint.sharded_tensor import ShardedTensor, whole_tensor
+from mcore.checkpoint.storage import ShardLoader
+from mcore.checkpoint.together import as_checkpoint_error, process_group, run_together
+from mcore.errors import CheckpointError
+from mcore.log import get_logger
+from mcore.topology.group import Group
+
+
+@dataclass(frozen=True, slots=True)
+class LoadResult:
+    """What `load` did.
+
+    Attributes:
+        iteration: of the checkpoint.
+        common: its JSON state.
+        directory: where it lies.
+        missing: keys that were asked for and are not in it; empty unless `allow_missing`.
+        unexpected: keys in it that no rank asked for.
+        rank_local: this rank's own tensors by name; None = they were not asked for, there are none
+            or they belong to another layout.
+    """
+
+    iteration: int
+    common: dict[str, Any]
+    directory: Path
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    rank_local: dict[str, Tensor] | None
+
+
+@dataclass(slots=True)
+class _Fit:
+    """How the wishes of one or all ranks fit the checkpoint."""
+
+    wanted: set[str] = field(default_factory=set)
+    missing: set[str] = field(default_factory=set)
+    misfits: set[str] = field(default_factory=set)
+
+
+def load(
+    root: str | os.PathLike[str],
+    tensors: Mapping[str, ShardedTensor | Tensor],
+    *,
+    iteration: int | None = None,
+    allow_missing: bool = False,
+    rank_local: RankLocal | None = None,
+    group: Group | dist.ProcessGroup | None = None,
+) -> LoadResult:
+    """Fill tensors in place from a checkpoint of any layout. Collective.
+
+    Each rank reads what it needs, box by box. No element changes before all ranks have found every
+    byte undamaged and every key in place. Floating-point types are converted if they differ.
+
+    Args:
+        root: save root, or the directory of one iteration.
+        tensors: what this rank holds, by layout-free key.
+        iteration: which one; None = the one that the pointer names.
+        allow_missing: leave tensors alone that the checkpoint lacks, and tolerate keys that it has
+            beyond those asked for; both are listed in the result. Otherwise either is an error,
+            except that whole families (the part before the first dot, such as `exp_avg`) may be
+            left unread.
+        rank_local: rank and layout; this rank's own state is read if the layout is the saved one.
+        group: ranks that load together; None = all ranks of the job, or this process alone where
+            torch.distributed is not initialised.
+
+    Comm: gathers and broadcasts of keys and plans over the group.
+
+    Raises:
+        CheckpointError: on every rank, when it fails on one: no such checkpoint, damage (the
+            message names the file), keys or shapes that do not fit (all are listed).
+    """
+    handle = process_group(group)
+    directory = Path(run_together(handle, lambda: str(find_checkpoint(root, iteration)))[0])
+    found: list[CheckpointMetadata] = []
+
+    def match() -> _Fit:
+        found.append(read_metadata(directory))
+        return _match(found[0], {key: as_sharded(key, value) for key, value in tensors.items()})
+
+    fit = _merge(run_together(handle, match))
+    metadata = found[0]
+    unexpected = {key for key in metadata.tensors if not is_rank_local(key)} - fit.wanted
+    _complain(directory, fit, unexpected, allow_missing)
+    state = {
+        key: as_sharded(key, value) for key, value in tensors.items() if key not in fit.missing
+    }
+    own = _own_tensors(metadata, rank_local)
+    for key, tensor in own.items():
+        state[key] = whole_tensor(key, tensor)
+    _dcp_load(state, ShardLoader(directory, metadata), handle)
+    for sharded in state.values():
+        for view in sharded.padding:
+            view.zero_()
+    return LoadResult(
+        iteration=metadata.iteration,
+        common=metadata.common,
+        directory=directory,
+        missing=tuple(sorted(fit.missing)),
+        unexpected=tuple(sorted(unexpected)),
+        rank_local=_by_name(own, rank_local),
+    )
+
+
+def _dcp_load(
+    state: dict[str, ShardedTensor], reader: ShardLoader, group: dist.ProcessGroup | None
+) -> None:
+    planner = LoadPlanner()
+    try:
+        if group is not None:
+            dcp.load(state, storage_reader=reader, planner=planner, process_group=group)
+            return
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            dcp.load(state, storage_reader=reader, planner=planner, no_dist=True)
+    except CheckpointException as error:
+        raise as_checkpoint_error(error) from error
+
+
+def _match(metadata: CheckpointMetadata, wanted: Mapping[str, ShardedTensor]) -> _Fit:
+    fit = _Fit(wanted=set(wanted))
+    for key, tensor in wanted.items():
+        record = metadata.tensors.get(key)
+        if record is None:
+            fit.missing.add(key)
+        elif problem := _misfit(record, tensor):
+            fit.misfits.add(f"{key} {problem}")
+    return fit
+
+
+def _misfit(record: TensorRecord, tensor: ShardedTensor) -> str | None:
+    if record.shape != tuple(tensor.global_shape):
+        return f"has shape {list(record.shape)}, not {list(tensor.global_shape)}"
+    if record.dtype.is_floating_point != tensor.dtype.is_floating_point:
+        return f"is {record.dtype}, not {tensor.dtype}"
+    return None
+
+
+def _merge(fits: list[_Fit]) -> _Fit:
+    merged = _Fit()
+    for fit in fits:
+        merged.wanted |= fit.wanted
+        merged.missing |= fit.missing
+        merged.misfits |= fit.misfits
+    return merged
+
+
+def _complain(directory: Path, fit: _Fit, unexpected: set[str], allow_missing: bool) -> None:
+    """Raise on whatever does not fit; every rank comes to the same conclusion."""
+    families = {_family(key) for key in fit.wanted}
+    beyond = {key for key in unexpected if _family(key) in families}
+    if not fit.misfits and (allow_missing or not (fit.missing or beyond)):
+        return
+    lines = [f"the checkpoint {directory} does not fit the model:"]
+    for title, keys in (
+        ("missing in the checkpoint", fit.missing),
+        ("in the checkpoint but not in the model", beyond),
+        ("different", fit.misfits),
+    ):
+        if keys:
+            lines.append(f"  {title} ({len(keys)}): {', '.join(sorted(keys))}")
+    raise CheckpointError("\n".join(lines))
+
+
+def _family(key: str) -> str:
+    return key.partition(".")[0]
+
+
+def _own_tensors(metadata: CheckpointMetadata, rank_local: RankLocal | None) -> dict[str, Tensor]:
+    """Memory for this rank's own state; empty where it was saved at another layout."""
+    if rank_local is None or metadata.layout is None:
+        return {}
+    if metadata.layout != dict(rank_local.layout):
+        get_logger().info(
+            "state of single ranks (random generators) is not restored: it was saved at layout %s, "
+            "this is %s",
+            metadata.layout,
+            dict(rank_local.layout),
+        )
+        return {}
+    return {
+        key: torch.empty(record.shape, dtype=record.dtype, device="cpu")
+        for key, record in metadata.tensors.items()
+        if rank_local.name(key) is not None
+    }
+
+
+def _by_name(own: dict[str, Tensor], rank_local: RankLocal | None) -> dict[str, Tensor] | None:
+    if rank_local is None or not own:
+        return None
+    return {rank_local.name(key) or key: tensor for key, tensor in own.items()}
