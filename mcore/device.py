@@ -20,7 +20,8 @@ def pick_device(name: DeviceName, local_rank: int) -> torch.device:
         local_rank: number of this process on its machine, which picks the GPU.
 
     Raises:
-        ConfigError: CUDA was asked for and is not there, or the machine has fewer GPUs than processes.
+        ConfigError: CUDA was asked for and is not there, or the machine has fewer GPUs than
+            processes.
     """
     available = torch.cuda.is_available()
     if name == "cuda" and not available:

@@ -14,7 +14,7 @@ def get_logger() -> logging.Logger:
 
 
 def configure(rank: int, world_size: int, level: int = logging.INFO) -> None:
-    """Write to stdout (warnings too), from rank 0 at `level` and from other ranks from WARNING up."""
+    """Write to stdout, warnings too: rank 0 from `level` up, other ranks from WARNING up."""
     _LOGGER.handlers.clear()
     handler = logging.StreamHandler(sys.stdout)
     prefix = "" if world_size == 1 else f"[rank {rank}] "

@@ -94,7 +94,7 @@ def _check_virtual_size(vpp: int | None, world_size: int, model: int, pp: int) -
 
 
 def destroy_model_parallel() -> None:
-    """Forget the context and free its groups; the default process group stays. Safe to call twice."""
+    """Forget the context and free its groups but the default one. Safe to call twice."""
     global _CONTEXT  # the one context of the process, see the module docstring
     if _CONTEXT is not None:
         destroy_groups(_CONTEXT)
@@ -241,13 +241,13 @@ def _is_chunk(vp_stage: int | None, wanted: int, ignore_virtual: bool) -> bool:
 
 
 def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Whether this rank (and chunk `vp_stage`, unless virtual stages are ignored) is the first stage."""
+    """Whether this rank, and chunk `vp_stage` where virtual stages count, is the first stage."""
     ignore_virtual = ignore_virtual and vp_stage is None
     return get_parallel_context().pp.is_first and _is_chunk(vp_stage, 0, ignore_virtual)
 
 
 def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Whether this rank (and chunk `vp_stage`, unless virtual stages are ignored) is the last stage."""
+    """Whether this rank, and chunk `vp_stage` where virtual stages count, is the last stage."""
     ignore_virtual = ignore_virtual and vp_stage is None
     last = (get_virtual_pipeline_model_parallel_world_size() or 1) - 1
     return get_parallel_context().pp.is_last and _is_chunk(vp_stage, last, ignore_virtual)
@@ -259,7 +259,7 @@ def _data_group(with_context_parallel: bool) -> Group:
 
 
 def get_data_parallel_group(with_context_parallel: bool = False) -> dist.ProcessGroup:
-    """Data-parallel process group; with context-parallel ranks it is the one gradients are summed over."""
+    """Data-parallel group; with context-parallel ranks, the one that gradients are summed over."""
     return _handle(_data_group(with_context_parallel))
 
 
@@ -317,7 +317,8 @@ def get_tensor_and_data_parallel_group(with_context_parallel: bool = False) -> d
     """All ranks of this pipeline stage.
 
     Raises:
-        TopologyError: context-parallel ranks exist and are to be left out; mcore builds no such group.
+        TopologyError: context-parallel ranks exist and are to be left out; mcore builds no such
+            group.
     """
     context = get_parallel_context()
     if context.cp.size > 1 and not with_context_parallel:
@@ -349,7 +350,7 @@ def get_position_embedding_group() -> dist.ProcessGroup:
 
 
 def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Whether this rank (and chunk, unless virtual stages are ignored) is the first or last stage."""
+    """Whether this rank, and chunk where virtual stages count, is the first or last stage."""
     first = is_pipeline_first_stage(ignore_virtual, vp_stage)
     return first or is_pipeline_last_stage(ignore_virtual, vp_stage)
 

@@ -19,8 +19,8 @@ class Flag:
 
     Attributes:
         help: one or two sentences, with units.
-        name: the flag's spelling; None = `--` + the field's name with dashes. A field that is True by
-            default is switched off by `--no-NAME` (give the positive name here).
+        name: the flag's spelling; None = `--` + the field's name with dashes. A field that is True
+            by default is switched off by `--no-NAME` (give the positive name here).
         aliases: further spellings that mean the same, accepted without a word.
         required: the command line must give it.
         hidden: a field that no flag sets (derived, or only from Python).
@@ -37,7 +37,7 @@ class Flag:
     model: bool = False
 
 
-def flag(default: Any = dataclasses.MISSING, *, help: str, **options: Any) -> Any:  # noqa: A002
+def flag(default: Any = dataclasses.MISSING, *, help: str, **options: Any) -> Any:
     """A dataclass field with its command-line description.
 
     Args:

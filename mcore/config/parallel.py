@@ -45,7 +45,7 @@ class ModelParallelConfig:
     gradient_accumulation_fusion: bool = flag(
         True,
         name="--gradient-accumulation-fusion",
-        help="Add weight gradients to the accumulated gradients by the matrix product that makes them.",
+        help="Let the matrix product that makes a weight gradient add it to the accumulated one.",
     )
 
     def __post_init__(self) -> None:

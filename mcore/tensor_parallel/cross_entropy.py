@@ -66,8 +66,8 @@ def vocab_parallel_cross_entropy(
     Args:
         vocab_parallel_logits: [..., v/t], any float dtype; not modified.
         target: ids, [...], equal on all ranks.
-        vocab_size: ids that exist; columns from here on are padding, take no part in the softmax and
-            get no gradient. All columns when None.
+        vocab_size: ids that exist; columns from here on are padding, take no part in the softmax
+            and get no gradient. All columns when None.
         tp_group: tensor-parallel group, this process's own when None.
 
     Returns:

@@ -27,8 +27,8 @@ class VocabParallelEmbedding(nn.Module):
         embedding_dim: width.
         init_method: fills the whole matrix in place; normal with deviation 1 when None, as torch's.
         config: data type and the like; defaults when None.
-        reduce_scatter_embeddings: return this rank's part of the sequence ([s/t, b, h]); the ids are
-            then [b, s] and the output is sequence first.
+        reduce_scatter_embeddings: return this rank's part of the sequence ([s/t, b, h]); the ids
+            are then [b, s] and the output is sequence first.
         padded_size: rows to allocate over all ranks; the next multiple of t when None.
         tp_group: tensor-parallel group, this process's own when None.
 

@@ -1,7 +1,7 @@
 """Initial weights that do not depend on how the model is cut.
 
-Stand-alone layers draw the whole matrix from the default generator and keep their part. A model draws
-each parameter by name, so that it need not draw what it does not hold.
+Stand-alone layers draw the whole matrix from the default generator and keep their part. A model
+draws each parameter by name, so that it need not draw what it does not hold.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ class ColumnParallelLinear(nn.Module):
         ConfigError: gather_output with sequence parallelism.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  (Megatron's signature)
         self,
         input_size: int,
         output_size: int,
@@ -184,7 +184,7 @@ class RowParallelLinear(nn.Module):
         self.bias: nn.Parameter | None
         if bias:
             self.bias = nn.Parameter(torch.zeros(output_size, dtype=config.params_dtype))
-            # It is added to this rank's part of the sequence only, so its gradient is partial there.
+            # It is added to this rank's part of the sequence only, where its gradient is partial.
             set_sharding(
                 self.bias,
                 replicated_sharding(

@@ -25,11 +25,11 @@ class LinearWithGradAccumulationAndAsyncCommunication(Function):
     """y = x W^T + b, whose backward overlaps communication of dx with the product for dW.
 
     With sequence parallelism x is this rank's part of the sequence: it is gathered in forward, and
-    again in backward rather than kept, while dx = dy W is computed; dx is then reduce-scattered while
-    dW is computed. Without it dx is all-reduced while dW is computed.
+    again in backward rather than kept, while dx = dy W is computed; dx is then reduce-scattered
+    while dW is computed. Without it dx is all-reduced while dW is computed.
 
-    Where the data-parallel wrapper gave the weight a `main_grad`, dW is added to it by the same matrix
-    product and no weight gradient is returned.
+    Where the data-parallel wrapper gave the weight a `main_grad`, dW is added to it by the same
+    matrix product and no weight gradient is returned.
     """
 
     @staticmethod
@@ -43,6 +43,7 @@ class LinearWithGradAccumulationAndAsyncCommunication(Function):
         allreduce_dgrad: bool,
         gradient_accumulation_fusion: bool,
     ) -> Tensor:
+        """Keep x (not the gathered sequence) and W, and multiply."""
         ctx.group = as_group(group)
         ctx.sequence_parallel = sequence_parallel
         ctx.allreduce_dgrad = allreduce_dgrad
@@ -54,6 +55,7 @@ class LinearWithGradAccumulationAndAsyncCommunication(Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        """Start communicating dx, compute dW meanwhile, wait for dx last."""
         input_, weight = ctx.saved_tensors
         group: Group = ctx.group
         needs_input, needs_weight = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
@@ -82,7 +84,7 @@ class LinearWithGradAccumulationAndAsyncCommunication(Function):
 
 
 def _weight_gradient(weight: Tensor, grad_output: Tensor, x: Tensor, fuse: bool) -> Tensor | None:
-    """dW = dy^T x, added straight into `weight.main_grad` where the wrapper asks for it."""
+    """Product dW = dy^T x, added straight into `weight.main_grad` where the wrapper asks for it."""
     rows, columns = grad_output.flatten(0, -2), x.flatten(0, -2)
     if not fuse:
         return rows.t().mm(columns)
@@ -134,5 +136,5 @@ def linear_with_grad_accumulation_and_async_allreduce(
 
 
 def accumulates_in_main_grad(weight: Tensor) -> bool:
-    """Whether the data-parallel wrapper wants this weight's gradient added to `main_grad` directly."""
+    """Whether the data-parallel wrapper wants this weight's gradient in `main_grad` directly."""
     return torch.is_grad_enabled() and "mark_grad_ready" in weight.__dict__

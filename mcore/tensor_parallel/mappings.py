@@ -221,8 +221,8 @@ def gather_from_sequence_parallel_region(
     """Put the parts of the sequence together on every rank.
 
     Forward  y = all-gather of x         Backward  dx = reduce-scatter of dy, or dy[own]
-    Args:    input_: [s/t, b, h]. tensor_parallel_output_grad: what follows is tensor parallel, so each
-             rank's dy is a part of the sum; False when dy is the same on all ranks.
+    Args:    input_: [s/t, b, h]. tensor_parallel_output_grad: what follows is tensor parallel, so
+             each rank's dy is a part of the sum; False when dy is the same on all ranks.
              group: tensor-parallel group, ours by default.
     Returns: [s, b, h], equal on all ranks.
     Source:  Korthikanti et al. 2022 section 4.2.2, operator g.

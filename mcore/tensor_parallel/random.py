@@ -94,8 +94,8 @@ def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
 def model_parallel_cuda_manual_seed(seed: int) -> None:
     """Seed the default state alike on all tensor-parallel ranks, and a named state per rank.
 
-    The default state (seed itself) is for what is replicated over the tensor-parallel group; the state
-    `model-parallel-rng` (seed + 2718 + tensor-parallel rank) is for what is cut over it.
+    The default state (seed itself) is for what is replicated over the tensor-parallel group; the
+    state `model-parallel-rng` (seed + 2718 + tensor-parallel rank) is for what is cut over it.
     """
     tp_rank = parallel_context_or_single().tp.rank
     _TRACKER.reset()
@@ -118,8 +118,8 @@ def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool,
     """
     if distribute_saved_activations:
         raise UnsupportedError(
-            "distribute_saved_activations is not built yet; pass False (sequence parallelism already "
-            "keeps 1/t of the activations)"
+            "distribute_saved_activations is not built yet; pass False (sequence parallelism "
+            "already keeps 1/t of the activations)"
         )
     saved = _TRACKER.get_states()
 

@@ -33,7 +33,6 @@ from mcore.errors import McoreError
 from mcore.topology.collectives import all_gather_object
 from mcore.topology.group import Group
 
-
 _GRACE_SECONDS = 2.0
 
 
@@ -130,7 +129,7 @@ class _WorkerPool:
                 rank = waiting[pipe]
                 answers[rank] = self._receive(rank, pipe)
                 if failed is None and answers[rank][0] == "error":
-                    # The others may be waiting for this rank; if they all fail too, the world lives on.
+                    # The others may wait for this rank; if they all fail too, the world lives on.
                     failed, deadline = rank, min(deadline, time.monotonic() + _GRACE_SECONDS)
         if failed is None and len(answers) < len(self._pipes):
             raise WorkerError(f"no answer after {timeout} s\n{self._dump_and_kill()}")
@@ -182,7 +181,7 @@ def _raise(rank: int, answer: tuple[str, Any, str]) -> None:
 
 
 def _worker_main(rank: int, world_size: int, folder: str, pipe: Connection) -> None:
-    stack_file = Path(folder, f"stack{rank}").open("w")
+    stack_file = Path(folder, f"stack{rank}").open("w")  # noqa: SIM115  (open for life)
     faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers
     torch.set_num_threads(1)

@@ -1,0 +1,1 @@
+"""Ranks, groups, collectives, and how parameters are cut over them."""

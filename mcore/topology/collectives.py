@@ -1,7 +1,7 @@
 """Collectives over a `Group`, without autograd.
 
-No function changes its input unless its name ends in `_`. Groups of one rank never communicate. What
-a backend lacks or does slowly is settled here and nowhere else: gloo's own all-gather and
+No function changes its input unless its name ends in `_`. Groups of one rank never communicate.
+What a backend lacks or does slowly is settled here and nowhere else: gloo's own all-gather and
 reduce-scatter move bytes several times slower than its point-to-point messages, so on gloo they are
 built from those.
 """

@@ -17,8 +17,8 @@ class Group:
         name: what the group is for (`tp`, `dp-cp`, ...), used in messages.
         ranks: global ranks in group order.
         index: this process's position in `ranks`.
-        handle: the torch process group. It is None only where torch.distributed is not in use at all:
-            torch reads None as the whole world, so a live group always has a handle.
+        handle: the torch process group. It is None only where torch.distributed is not in use at
+            all: torch reads None as the whole world, so a live group always has a handle.
     """
 
     name: str

@@ -20,13 +20,13 @@ _ATTRIBUTE = "sharding"
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A run of rows of the local tensor and where it lies in the global one, along the cut dimension.
+    """A run of rows of the local tensor along the cut dimension, and its place in the global one.
 
     Attributes:
         local_start: first row in this rank's tensor.
         global_start: first row in the global tensor.
         length: number of rows.
-        is_owner: this rank counts and saves the rows; False where another rank that holds them does.
+        is_owner: this rank counts and saves the rows; False where another holder does.
         is_shared: several ranks hold these rows and each computes a part of their gradient (key and
             value heads when there are fewer query groups than ranks): the parts have to be summed.
     """
@@ -47,8 +47,8 @@ class ParamSharding:
         tp_dim: dimension that is cut over tensor-parallel ranks; None = every rank holds all of it.
         pieces: local rows and their global places along `dim`. Local rows that no piece covers are
             padding: never counted, saved or trained.
-        sequence_parallel: the gradient on each rank covers its part of the sequence only, so it has to
-            be summed over the tensor-parallel group.
+        sequence_parallel: the gradient on each rank covers its part of the sequence only, so it has
+            to be summed over the tensor-parallel group.
         tied_key: global name of the parameter that this one is a copy of (a tied output layer on
             another pipeline stage); a copy is neither counted nor saved.
     """
@@ -143,7 +143,7 @@ def even_rows(total: int, group: Group, *, blocks: int = 1, used: int | None = N
 def replicated_sharding(
     shape: tuple[int, ...], group: Group, *, sequence_parallel: bool = False
 ) -> ParamSharding:
-    """Sharding of a parameter that every tensor-parallel rank holds whole; the first rank owns it."""
+    """Sharding of a parameter that every rank of the group holds whole; the first owns it."""
     rows = shape[0] if shape else 1
     piece = Piece(0, 0, rows, is_owner=group.is_first)
     return ParamSharding(shape, None, (piece,), sequence_parallel)
@@ -178,7 +178,8 @@ def global_named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Paramet
     """Parameters with names that do not depend on the layout.
 
     A module with an integer attribute `layer_offset` holds layers `layers.I` whose global number is
-    I + layer_offset. `module.` prefixes of wrappers are dropped. A tied copy has its original's name.
+    I + layer_offset. `module.` prefixes of wrappers are dropped. A tied copy has its original's
+    name.
     """
     for name, param in module.named_parameters():
         sharding = param.__dict__.get(_ATTRIBUTE)

@@ -29,7 +29,7 @@ def build_context(
 
     Comm: creates communicators; collective over the whole world. Torch asks every rank to create
     every group in the same order, so each kind is created by one loop over all its groups. A kind
-    whose members are those of an earlier kind shares its communicators, so axes of size 1 cost nothing.
+    with the members of an earlier kind shares its communicators: axes of size 1 cost nothing.
     """
     world_size, rank = world()
     if layout.world_size != world_size:
@@ -80,15 +80,16 @@ _AXES_OF_FIELDS = {
 class _GroupFactory:
     """Makes each kind's rank lists once; all groups of one rank share one communicator.
 
-    Torch asks every rank to enter `new_group` for every group, in one order, because it numbers them.
+    Torch asks every rank to enter `new_group` for every group, in one order, because it numbers
+    them.
     """
 
     def __init__(self, rank: int, timeout: timedelta | None) -> None:
         self._rank = rank
         self._timeout = timeout
         self._kinds: set[tuple[tuple[int, ...], ...]] = set()
-        # Each rank enters once with itself alone: the numbering stays equal on all ranks, and a group
-        # without peers reads nothing that another rank wrote.
+        # Each rank enters once with itself alone: the numbering stays equal on all ranks, and a
+        # group without peers reads nothing that another rank wrote.
         self._made: dict[tuple[int, ...], dist.ProcessGroup] = {(rank,): self._new((rank,))}
 
     def member(self, name: str, groups: list[tuple[int, ...]], mine: tuple[int, ...]) -> Group:
@@ -102,7 +103,7 @@ class _GroupFactory:
         return self.member(name, groups, mine) if self._rank in mine else None
 
     def _create(self, groups: list[tuple[int, ...]]) -> None:
-        """Enter `new_group` for each group of a kind that is not there yet; collective over the world."""
+        """Enter `new_group` for each group of a new kind; collective over the world."""
         kind = tuple(groups)
         if kind in self._kinds:
             return

@@ -29,8 +29,8 @@ class RankLayout:
         cp: context-parallel size.
         dp: data-parallel size.
         pp: pipeline-parallel size.
-        order: axis names from fastest to slowest varying, joined by dashes. An axis of size 1 may be
-            left out; `ep` may be named since its size is 1.
+        order: axis names from fastest to slowest varying, joined by dashes. An axis of size 1 may
+            be left out; `ep` may be named since its size is 1.
 
     Raises:
         TopologyError: a size below 1, or an order that names an axis twice, an unknown axis, or
@@ -59,7 +59,8 @@ class RankLayout:
         for axis, size in self.sizes.items():
             if size > 1 and axis not in names:
                 raise TopologyError(
-                    f"order {self.order!r} leaves out {axis}, whose size is {size}; add {axis} to it"
+                    f"order {self.order!r} leaves out {axis}, whose size is {size}; add "
+                    f"{axis} to it"
                 )
 
     @property
@@ -97,7 +98,7 @@ class RankLayout:
         return sum(self.strides[axis] * index for axis, index in coords.items())
 
     def group_of(self, rank: int, axes: str | Sequence[str]) -> tuple[int, ...]:
-        """Ranks that share with `rank` every coordinate but those of `axes` (`"dp-cp"` or a list)."""
+        """Ranks that share with `rank` every coordinate but those of `axes` (`"dp-cp"` or list)."""
         wanted = self._split(axes)
         coords = self.coords(rank)
         base = rank - sum(coords[axis] * self.strides[axis] for axis in wanted)

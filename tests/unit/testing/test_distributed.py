@@ -1,4 +1,4 @@
-"""The harness itself: failures and hangs come back with rank and reason, and nothing stays behind."""
+"""The harness: failures and hangs come back with rank and reason, and nothing stays behind."""
 
 import os
 import time
