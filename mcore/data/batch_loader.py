@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,7 +25,8 @@ class BatchLoader:
 
     The order depends on nothing but the sampler and `consumed_samples`: any number of workers gives
     the same batches. `sample_index` is the sample's place in the whole run (its consumed position),
-    which is the same for every layout. An error while reading is raised where the batch is taken.
+    which is the same for every layout. An error while reading is raised where the batch is taken,
+    and again by every later call: no batch is ever skipped.
 
     Args:
         dataset: what is read; None = no tokens are read and batches hold `sample_index` alone (a
@@ -48,9 +48,7 @@ class BatchLoader:
         self._sampler = sampler
         self._consumed = consumed_samples
         self._closed = False
-        self._numbers = itertools.count()
         self._ahead: deque[Future[Batch]] = deque()
-        self._first = consumed_samples
         self._executor: ThreadPoolExecutor | None = None
         self._depth = _AHEAD_PER_WORKER * num_workers
         if num_workers > 0 and dataset is not None:
@@ -73,14 +71,16 @@ class BatchLoader:
         """
         if self._closed:
             raise DataError("this batch loader is closed; make a new one from consumed_samples")
+        step = self._sampler.samples_per_step
         if self._executor is None:
-            batch = self._read(next(self._numbers))
+            batch = self._read(self._consumed)
         else:
-            while len(self._ahead) < self._depth:
-                self._ahead.append(self._executor.submit(self._read, next(self._numbers)))
-            batch = self._ahead.popleft().result()
-            self._ahead.append(self._executor.submit(self._read, next(self._numbers)))
-        self._consumed += self._sampler.samples_per_step
+            while len(self._ahead) <= self._depth:
+                position = self._consumed + len(self._ahead) * step
+                self._ahead.append(self._executor.submit(self._read, position))
+            batch = self._ahead[0].result()
+            self._ahead.popleft()
+        self._consumed += step
         return batch
 
     def close(self) -> None:
@@ -101,8 +101,8 @@ class BatchLoader:
     ) -> None:
         self.close()
 
-    def _read(self, number: int) -> Batch:
-        chosen = self._sampler.microbatch(self._first, number)
+    def _read(self, consumed_samples: int) -> Batch:
+        chosen = self._sampler.microbatch(consumed_samples)
         sample_index = torch.arange(chosen.start, chosen.stop, dtype=torch.int64)
         if self._dataset is None:
             return {"sample_index": sample_index}
