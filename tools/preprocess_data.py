@@ -211,7 +211,7 @@ def _report(options: PreprocessOptions, config: TokenizerConfig, outputs: list[S
         print(f"{output.prefix}.bin and .idx:")
         print(f"  documents: {output.documents} ({output.empty_documents} empty)")
         print(f"  tokens: {output.tokens} ({np.dtype(DType.optimal_dtype(tokenizer.vocab_size))})")
-        print(f"  EOD id: {eod}, EOD tokens: {output.eod_tokens}")
+        print(f"  EOD id: {'none' if eod is None else eod}, EOD tokens: {output.eod_tokens}")
     if not options.append_eod:
         _warn("--append-eod is absent: nothing in the data marks where a document ends")
 
