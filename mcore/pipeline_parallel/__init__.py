@@ -1,0 +1,47 @@
+"""Pipelines as data: plans, their proof, and the one executor that runs them."""
+
+from mcore.pipeline_parallel.actions import Action, Kind, Plan, format_plans, parse_plans
+from mcore.pipeline_parallel.executor import PipelineExecutor, ScheduleResult
+from mcore.pipeline_parallel.hooks import ScheduleHooks
+from mcore.pipeline_parallel.p2p_communication import P2PCommunicator
+from mcore.pipeline_parallel.pipeline import Pipeline, build_pipeline
+from mcore.pipeline_parallel.placement import Location, StagePlacement
+from mcore.pipeline_parallel.plans import plan_1f1b, plan_interleaved, plan_no_pipelining
+from mcore.pipeline_parallel.schedules import (
+    forward_backward_no_pipelining,
+    forward_backward_pipelining_with_interleaving,
+    forward_backward_pipelining_without_interleaving,
+    get_forward_backward_func,
+)
+from mcore.pipeline_parallel.simulate import Costs, Simulation, simulate
+from mcore.pipeline_parallel.stages import split_layers, stage_layers
+from mcore.pipeline_parallel.user_config import hooks_from_config
+
+__all__ = [
+    "Action",
+    "Costs",
+    "Kind",
+    "Location",
+    "P2PCommunicator",
+    "Pipeline",
+    "PipelineExecutor",
+    "Plan",
+    "ScheduleHooks",
+    "ScheduleResult",
+    "Simulation",
+    "StagePlacement",
+    "build_pipeline",
+    "format_plans",
+    "forward_backward_no_pipelining",
+    "forward_backward_pipelining_with_interleaving",
+    "forward_backward_pipelining_without_interleaving",
+    "get_forward_backward_func",
+    "hooks_from_config",
+    "parse_plans",
+    "plan_1f1b",
+    "plan_interleaved",
+    "plan_no_pipelining",
+    "simulate",
+    "split_layers",
+    "stage_layers",
+]

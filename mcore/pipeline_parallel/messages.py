@@ -1,0 +1,170 @@
+"""What the plans of all ranks imply: who needs what from whom, and whether that can be had.
+
+A forward needs the output of the stage before, a backward the gradient from the stage after.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from mcore.errors import ScheduleError
+from mcore.pipeline_parallel.actions import Action, Kind, Plan
+from mcore.pipeline_parallel.placement import Location, StagePlacement
+
+
+class Message(NamedTuple):
+    """One tensor that passes between two stages: an activation or its gradient.
+
+    Attributes:
+        producer: the action, on rank `source`, whose result it is.
+        source: pipeline rank.
+        consumer: the action, on rank `destination`, that needs it.
+        destination: pipeline rank; the same as `source` where both stages live on one rank: then
+            the tensor is handed over locally.
+    """
+
+    producer: Action
+    source: int
+    consumer: Action
+    destination: int
+
+    @property
+    def is_local(self) -> bool:
+        """Whether no communication is needed."""
+        return self.source == self.destination
+
+    def __str__(self) -> str:
+        return f"{self.producer}@{self.source}->{self.consumer}@{self.destination}"
+
+
+def incoming(placement: StagePlacement, rank: int, action: Action) -> Message | None:
+    """The message that an action of a rank needs first; None at the ends of the chain."""
+    upstream = placement.prev if action.kind is Kind.FORWARD else placement.next
+    peer = upstream(rank, action.chunk)
+    if peer is None:
+        return None
+    return Message(_at(action, peer), peer.rank, action, rank)
+
+
+def outgoing(placement: StagePlacement, rank: int, action: Action) -> Message | None:
+    """The message that an action of a rank produces; None at the ends of the chain."""
+    downstream = placement.next if action.kind is Kind.FORWARD else placement.prev
+    peer = downstream(rank, action.chunk)
+    if peer is None:
+        return None
+    return Message(action, rank, _at(action, peer), peer.rank)
+
+
+def check_plans(plans: Sequence[Plan], placement: StagePlacement) -> int:
+    """Check each plan by itself.
+
+    Every (chunk, microbatch) of every rank has one forward and then one backward, or, in an
+    evaluation, one forward; the microbatches are 0 .. m-1, the same on all ranks.
+
+    Returns:
+        The number of microbatches m.
+
+    Raises:
+        ScheduleError: with the rank, the action and the reason.
+    """
+    if len(plans) != placement.num_ranks:
+        raise ScheduleError(f"{placement.num_ranks} plans are needed, one a rank, got {len(plans)}")
+    num_microbatches = 1 + max((a.microbatch for plan in plans for a in plan), default=-1)
+    if num_microbatches == 0:
+        raise ScheduleError("the plans are empty: at least one microbatch is needed")
+    kinds = {action.kind for plan in plans for action in plan}
+    for rank, plan in enumerate(plans):
+        counts = Counter(plan)
+        wanted = {
+            Action(kind, chunk, microbatch)
+            for kind in kinds | {Kind.FORWARD}
+            for chunk in range(placement.num_chunks)
+            for microbatch in range(num_microbatches)
+        }
+        for action in plan:
+            if action not in wanted:
+                raise refusal(rank, action, f"the rank has chunks 0 .. {placement.num_chunks - 1}")
+            if counts[action] > 1:
+                raise refusal(rank, action, f"it is planned {counts[action]} times, not once")
+        for action in sorted(wanted.difference(counts), key=str):
+            raise refusal(rank, action, "it is missing from the plan")
+        _check_order(rank, plan)
+    return num_microbatches
+
+
+def unit_cost_ends(plans: Sequence[Plan], placement: StagePlacement) -> tuple[list[int], ...]:
+    """When each action ends if a forward takes 1, a backward 2 and a message no time.
+
+    Args:
+        plans: checked plans of all ranks.
+        placement: where the stages live.
+
+    Returns:
+        For each rank, the end time of each action of its plan.
+
+    Raises:
+        ScheduleError: the plans wait for each other in a circle; it names the first rank that can
+            never go on, the action and what it waits for.
+    """
+    ended: dict[tuple[int, Action], int] = {}
+    ends: tuple[list[int], ...] = tuple([] for _ in plans)
+    progress = True
+    while progress:
+        progress = False
+        for rank, plan in enumerate(plans):
+            mine = ends[rank]
+            while len(mine) < len(plan):
+                action = plan[len(mine)]
+                message = incoming(placement, rank, action)
+                arrival = 0
+                if message is not None:
+                    known = ended.get((message.source, message.producer))
+                    if known is None:
+                        break
+                    arrival = known
+                start = max(arrival, mine[-1] if mine else 0)
+                mine.append(start + UNIT_COST[action.kind])
+                ended[rank, action] = mine[-1]
+                progress = True
+    for rank, plan in enumerate(plans):
+        if len(ends[rank]) < len(plan):
+            raise _circle(plans, placement, ends, rank)
+    return ends
+
+
+# A backward computes two matrix products (input and weight gradient) for each one of the forward.
+UNIT_COST = {Kind.FORWARD: 1, Kind.BACKWARD: 2}
+
+
+def refusal(rank: int, action: Action | None, reason: str) -> ScheduleError:
+    """The error of a plan that cannot run: which rank, which action, why."""
+    where = f"rank {rank}" if action is None else f"rank {rank}, action {action}"
+    return ScheduleError(f"{where}: {reason}")
+
+
+def _at(action: Action, location: Location) -> Action:
+    return Action(action.kind, location.chunk, action.microbatch)
+
+
+def _check_order(rank: int, plan: Plan) -> None:
+    done = set()
+    for action in plan:
+        needed = Action(Kind.FORWARD, action.chunk, action.microbatch)
+        if action.kind is Kind.BACKWARD and needed not in done:
+            raise refusal(rank, action, f"it comes before its own forward {needed}")
+        done.add(action)
+
+
+def _circle(
+    plans: Sequence[Plan], placement: StagePlacement, ends: Sequence[list[int]], rank: int
+) -> ScheduleError:
+    action = plans[rank][len(ends[rank])]
+    message = incoming(placement, rank, action)
+    assert message is not None
+    blocker = plans[message.source][len(ends[message.source])]
+    reason = f"deadlock: it waits for {message.producer} of rank {message.source}"
+    if blocker != message.producer:
+        reason += f", which comes after {blocker} there, and that can never start"
+    return refusal(rank, action, reason)

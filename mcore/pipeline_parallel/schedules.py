@@ -1,0 +1,236 @@
+"""Megatron's names for running a step: `get_forward_backward_func` and what it chooses from.
+
+    forward_backward = get_forward_backward_func()
+    records = forward_backward(
+        forward_step_func=forward_step,   # (data_iterator, model) -> (output, loss_func)
+        data_iterator=iterator,           # a list with one a chunk under interleaving
+        model=model,                      # a list with one a chunk under interleaving
+        num_microbatches=8, seq_length=1024, micro_batch_size=4,
+    )
+
+Each function looks up its plan, proved before it runs, and hands it to the one executor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from mcore import parallel_state
+from mcore.errors import ConfigError
+from mcore.pipeline_parallel.executor import ForwardStepFunc, PipelineExecutor
+from mcore.pipeline_parallel.hooks import ScheduleHooks
+from mcore.pipeline_parallel.p2p_communication import P2PCommunicator
+from mcore.pipeline_parallel.pipeline import ScheduleName, build_pipeline
+from mcore.pipeline_parallel.user_config import (
+    config_of,
+    default_hooks,
+    microbatch_group_size,
+    stage_dtype,
+    stage_tensor_shape,
+)
+from mcore.topology.context import ParallelContext
+
+
+class ForwardBackwardFunc(Protocol):
+    """The signature that all schedules share."""
+
+    def __call__(  # noqa: PLR0913  (Megatron's signature)
+        self,
+        *,
+        forward_step_func: ForwardStepFunc,
+        data_iterator: Any,
+        model: nn.Module | Sequence[nn.Module],
+        num_microbatches: int,
+        seq_length: int,
+        micro_batch_size: int,
+        decoder_seq_length: int | None = None,
+        forward_only: bool = False,
+        collect_non_loss_data: bool = False,
+        first_val_step: bool | None = None,
+        hooks: ScheduleHooks | None = None,
+        tensor_shape: Sequence[int] | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> list[Any]:
+        """Run all microbatches of one step on this rank; collective over the pipeline.
+
+        Args:
+            forward_step_func: `(data_iterator, model_chunk) -> (output, loss_func)`; on the last
+                stage `loss_func(output)` is called and returns `(loss, dict)` (a mean, averaged
+                over microbatches), `(loss_sum, num_tokens, dict)` or `(loss_sum, num_tokens)` (the
+                step's gradient is the sum over all global tokens; finalize divides).
+            data_iterator: passed to the forward step as it is; a list with one a chunk if there are
+                several chunks.
+            model: this rank's chunk, or the list of its chunks. A chunk that is not the first stage
+                has `set_input_tensor([tensor])`, itself or inside wrappers named `module`.
+            num_microbatches: m >= 1, the same on all ranks of the pipeline.
+            seq_length: tokens in a sequence.
+            micro_batch_size: sequences in a microbatch.
+            decoder_seq_length: length of the sequences that travel between stages; None =
+                seq_length.
+            forward_only: evaluation: no backward, and no graph is built.
+            collect_non_loss_data: with forward_only, record `loss_func(output, non_loss_data=True)`
+                in place of losses.
+            first_val_step: with forward_only, whether this is the first step of an evaluation: only
+                then are chunks told which microbatch is the first (`set_is_first_microbatch`).
+                None = every step.
+            hooks: gradient synchronisation, loss scale and finalize; None = from the model's config
+                (Megatron's `no_sync_func` and the like) and from wrappers with `no_sync`.
+            tensor_shape: of the tensors between stages; None = [s/(c t), b, h] with h and sequence
+                parallelism from the model's config.
+            dtype: of the tensors between stages; None = config.pipeline_dtype or that of the
+                parameters.
+
+        Returns:
+            On the last stage one entry a microbatch: the dict of loss_func, or `(loss_sum,
+            num_tokens)`. Elsewhere an empty list.
+
+        Comm: point-to-point messages over the pipeline group, none when it has one rank; then
+            whatever `hooks.finalize_grads` does.
+
+        Raises:
+            ConfigError: sizes that do not fit, or a shape or dtype that nothing says.
+            ScheduleError: a forward step or loss that has no meaning here.
+            ShapeError: a stage returns another shape than the one that travels.
+        """
+
+
+def get_forward_backward_func(
+    pp_size: int | None = None, vp_size: int | None = None
+) -> ForwardBackwardFunc:
+    """The schedule for a pipeline.
+
+    Args:
+        pp_size: pipeline size; None = that of the initialised model parallelism.
+        vp_size: model chunks a rank, None for one; read from there too when pp_size is None.
+
+    Returns:
+        `forward_backward_no_pipelining` for one rank, else `..._with_interleaving` where there are
+        virtual stages, else `..._without_interleaving`.
+    """
+    if pp_size is None:
+        ctx = parallel_state.parallel_context_or_single()
+        pp_size = ctx.pp.size
+        vp_size = ctx.virtual_pipeline_model_parallel_size if vp_size is None else vp_size
+    if pp_size == 1:
+        return forward_backward_no_pipelining
+    if vp_size is None or vp_size == 1:
+        return forward_backward_pipelining_without_interleaving
+    return forward_backward_pipelining_with_interleaving
+
+
+def _entry_point(schedule: ScheduleName, name: str, summary: str) -> ForwardBackwardFunc:
+    """A schedule's function, with the common signature."""
+
+    def forward_backward(  # noqa: PLR0913  (Megatron's signature)
+        *,
+        forward_step_func: ForwardStepFunc,
+        data_iterator: Any,
+        model: nn.Module | Sequence[nn.Module],
+        num_microbatches: int,
+        seq_length: int,
+        micro_batch_size: int,
+        decoder_seq_length: int | None = None,
+        forward_only: bool = False,
+        collect_non_loss_data: bool = False,
+        first_val_step: bool | None = None,
+        hooks: ScheduleHooks | None = None,
+        tensor_shape: Sequence[int] | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> list[Any]:
+        if collect_non_loss_data and not forward_only:
+            raise ConfigError("collect_non_loss_data computes no loss: it needs forward_only=True")
+        ctx = parallel_state.parallel_context_or_single()
+        chunks = _chunks(model, schedule, ctx)
+        config = config_of(chunks[0])
+        pipeline = build_pipeline(
+            schedule,
+            ctx.pp.size,
+            num_microbatches,
+            len(chunks),
+            microbatch_group_size(config) if schedule == "interleaved-1f1b" else None,
+            forward_only,
+        )
+        device = next(
+            (p.device for chunk in chunks for p in chunk.parameters()), torch.device("cpu")
+        )
+        p2p = None
+        if ctx.pp.size > 1:
+            if tensor_shape is None:
+                length = seq_length if decoder_seq_length is None else decoder_seq_length
+                tensor_shape = stage_tensor_shape(config, ctx, length, micro_batch_size)
+            dtype = stage_dtype(config, chunks) if dtype is None else dtype
+            p2p = P2PCommunicator(ctx.pp, tensor_shape, dtype, device)
+        return (
+            PipelineExecutor(
+                rank=ctx.pp.rank,
+                placement=pipeline.placement,
+                program=pipeline.programs[ctx.pp.rank],
+                chunks=chunks,
+                data_iterators=_data_iterators(data_iterator, len(chunks)),
+                forward_step_func=forward_step_func,
+                num_microbatches=num_microbatches,
+                p2p=p2p,
+                device=device,
+                hooks=default_hooks(chunks) if hooks is None else hooks,
+                forward_only=forward_only,
+                collect_non_loss_data=collect_non_loss_data,
+                marks_first_microbatch=not (forward_only and first_val_step is False),
+            )
+            .run()
+            .records
+        )
+
+    forward_backward.__name__ = forward_backward.__qualname__ = name
+    forward_backward.__doc__ = f"{summary}\n\n{ForwardBackwardFunc.__call__.__doc__}"
+    return forward_backward
+
+
+forward_backward_no_pipelining = _entry_point(
+    "no-pipelining",
+    "forward_backward_no_pipelining",
+    "One rank holds the whole model: microbatches run one after another.",
+)
+forward_backward_pipelining_without_interleaving = _entry_point(
+    "1f1b",
+    "forward_backward_pipelining_without_interleaving",
+    "1F1B over one model chunk a rank (`plan_1f1b`).",
+)
+forward_backward_pipelining_with_interleaving = _entry_point(
+    "interleaved-1f1b",
+    "forward_backward_pipelining_with_interleaving",
+    "1F1B over several model chunks a rank (`plan_interleaved`).",
+)
+
+
+def _chunks(
+    model: nn.Module | Sequence[nn.Module], schedule: ScheduleName, ctx: ParallelContext
+) -> list[nn.Module]:
+    chunks = [model] if isinstance(model, nn.Module) else list(model)
+    wanted = ctx.virtual_pipeline_model_parallel_size
+    if schedule == "interleaved-1f1b" and wanted is not None and len(chunks) != wanted:
+        raise ConfigError(
+            f"{len(chunks)} model chunks were given, and virtual_pipeline_model_parallel_size is "
+            f"{wanted}: pass that many"
+        )
+    if not chunks:
+        raise ConfigError("model is an empty list: pass this rank's model chunks")
+    return chunks
+
+
+def _data_iterators(data_iterator: Any, num_chunks: int) -> list[Any]:
+    if not isinstance(data_iterator, list):
+        if num_chunks > 1 and data_iterator is not None:
+            raise ConfigError(
+                f"data_iterator must be a list with one iterator for each of the {num_chunks} "
+                f"model chunks: each chunk reads its own microbatches"
+            )
+        return [data_iterator] * num_chunks
+    if len(data_iterator) != num_chunks:
+        raise ConfigError(
+            f"{len(data_iterator)} data iterators were given for {num_chunks} model chunks"
+        )
+    return data_iterator
