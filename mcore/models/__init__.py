@@ -1,0 +1,1 @@
+"""Models built of mcore's layers."""

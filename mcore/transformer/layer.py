@@ -1,0 +1,80 @@
+"""One pre-norm transformer layer."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from mcore.config.transformer import TransformerConfig
+from mcore.parallel_state import tensor_model_parallel_group_or
+from mcore.tensor_parallel.mappings import AnyGroup
+from mcore.transformer.attention import SelfAttention
+from mcore.transformer.dropout import DropoutState, Site, dropout
+from mcore.transformer.mlp import MLP
+from mcore.transformer.norm import build_norm
+from mcore.transformer.rotary import RotaryTables
+
+
+class TransformerLayer(nn.Module):
+    """x + dropout(attention(norm(x))), then x + dropout(mlp(norm(x))).
+
+    Args:
+        config: everything about the layer.
+        layer_number: global number of the layer, from 0.
+        tp_group: tensor-parallel group, this process's own when None.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int = 0,
+        tp_group: AnyGroup | None = None,
+    ) -> None:
+        super().__init__()
+        group = tensor_model_parallel_group_or(tp_group)
+        self.tp_group = group
+        self.layer_number = layer_number
+        self.hidden_dropout = config.hidden_dropout
+        self.sequence_parallel = config.sequence_parallel and group.size > 1
+        partial = self.sequence_parallel
+        self.input_layernorm = build_norm(
+            config, config.hidden_size, group, partial_gradient=partial
+        )
+        self.self_attention = SelfAttention(config, layer_number, group)
+        self.pre_mlp_layernorm = build_norm(
+            config, config.hidden_size, group, partial_gradient=partial
+        )
+        self.mlp = MLP(config, group)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        rotary: RotaryTables | None = None,
+        dropout_state: DropoutState | None = None,
+    ) -> Tensor:
+        """Apply the layer.
+
+        Args:
+            hidden_states: [s, b, h], or [s/t, b, h] with sequence parallelism.
+            attention_mask: True = hidden, broadcast to [b, n, s, s]; None = causal.
+            rotary: tables of the rotary embedding, or None.
+            dropout_state: what dropout masks depend on; needed in training when dropout is on.
+
+        Returns:
+            Shaped as the input.
+        """
+        attended = self.self_attention(
+            self.input_layernorm(hidden_states), attention_mask, rotary, dropout_state
+        )
+        hidden_states = hidden_states + self._drop(attended, dropout_state, Site.ATTENTION_OUTPUT)
+        mixed = self.mlp(self.pre_mlp_layernorm(hidden_states))
+        return hidden_states + self._drop(mixed, dropout_state, Site.MLP_OUTPUT)
+
+    def _drop(self, x: Tensor, state: DropoutState | None, site: Site) -> Tensor:
+        if not self.training or self.hidden_dropout == 0.0:
+            return x
+        assert state is not None, "dropout needs a DropoutState in training"
+        first = self.tp_group.rank * x.shape[0] if self.sequence_parallel else 0
+        return dropout(
+            x, self.hidden_dropout, state, layer=self.layer_number, site=site, first_position=first
+        )

@@ -1,0 +1,5 @@
+"""Megatron's path of `TransformerConfig`."""
+
+from mcore.config.transformer import TransformerConfig
+
+__all__ = ["TransformerConfig"]
