@@ -157,7 +157,12 @@ class GPTDataset:
         rows = zip(
             pieces.documents.tolist(), pieces.offsets.tolist(), pieces.lengths.tolist(), strict=True
         )
-        return tuple(SamplePiece(self._indexed.path_prefix, *row) for row in rows)
+        prefix = self._indexed.path_prefix
+        return tuple(
+            SamplePiece(prefix, document, offset, length)
+            for document, offset, length in rows
+            if length > 0
+        )
 
     def attention_mask(self, index: int) -> np.ndarray:
         """What attention must not see, bool [1, s, s], True = hidden.
@@ -193,12 +198,7 @@ class GPTDataset:
         """The tokens of a sample, padded to full length; int64 [s + extra]."""
         pieces = self._pieces(index)
         text = np.empty(self._options.seq_length + self._extra, np.int64)
-        end = 0
-        for document, offset, length in zip(
-            pieces.documents.tolist(), pieces.offsets.tolist(), pieces.lengths.tolist(), strict=True
-        ):
-            text[end : end + length] = self._indexed.get(document, offset, length)
-            end += length
+        end = self._indexed.gather(pieces.documents, pieces.offsets, pieces.lengths, text)
         self._check_vocabulary(text[:end], pieces)
         text[end:] = self._options.pad_id
         return text

@@ -99,6 +99,30 @@ class IndexedDataset:
                 f"which has {available}"
             )
         start = int(self.sequence_pointers[index]) // self.dtype.itemsize + offset
+        return self._read(start, count)
+
+    def gather(
+        self, sequences: np.ndarray, offsets: np.ndarray, lengths: np.ndarray, out: np.ndarray
+    ) -> int:
+        """Lay parts of sequences end to end: `get` for many, without its cost per call.
+
+        Args:
+            sequences: which ones, int64 [parts].
+            offsets: first token wanted of each, [parts].
+            lengths: number of tokens of each, inside its sequence, [parts].
+            out: where the tokens go, [at least sum(lengths)].
+
+        Returns:
+            The number of tokens written.
+        """
+        starts = self.sequence_pointers[sequences] // self.dtype.itemsize + offsets
+        end = 0
+        for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
+            out[end : end + length] = self._read(start, length)
+            end += length
+        return end
+
+    def _read(self, start: int, count: int) -> np.ndarray:
         if self._tokens is not None:
             return self._tokens[start : start + count]
         assert self._file is not None

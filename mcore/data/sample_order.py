@@ -12,7 +12,6 @@ Source: Megatron-LM's GPT data set.
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import numpy as np
 
@@ -114,16 +113,16 @@ def shuffle_order(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pieces:
-    """A stretch of the stream, cut at document borders; all arrays are int64 [pieces].
+    """A stretch of the stream, cut at document borders; arrays are [pieces].
 
     Attributes:
-        positions: place in the document order.
-        documents: document numbers.
-        offsets: first token in the document.
-        lengths: number of tokens, all positive.
+        position: place of the first piece in the document order; the others follow it.
+        documents: document numbers, int32.
+        offsets: first token in the document, int64.
+        lengths: number of tokens, int64; 0 for a document without tokens between two others.
     """
 
-    positions: np.ndarray
+    position: int
     documents: np.ndarray
     offsets: np.ndarray
     lengths: np.ndarray
@@ -142,7 +141,7 @@ class TokenStream:
         self._order = order
         self._starts = _block_starts(lengths, order)
 
-    @functools.cached_property
+    @property
     def num_tokens(self) -> int:
         """Tokens of the whole stream."""
         return int(self._starts[-1])
@@ -157,25 +156,24 @@ class TokenStream:
         stop = min(start + count, self.num_tokens)
         if stop <= start:
             nothing = np.empty(0, np.int64)
-            return Pieces(nothing, nothing, nothing, nothing)
-        first_block = int(np.searchsorted(self._starts, start, side="right")) - 1
-        last_block = int(np.searchsorted(self._starts, stop, side="left"))
-        begin = first_block * _STRIDE
-        documents = self._order[begin : last_block * _STRIDE]
-        sizes = self._lengths[documents].astype(np.int64)
-        ends = self._starts[first_block] + np.cumsum(sizes)
-        first = int(np.searchsorted(ends, start, side="right"))
-        last = int(np.searchsorted(ends, stop, side="left")) + 1
-        kept = slice(first, last)
-        ends, sizes = ends[kept], sizes[kept]
-        starts = np.maximum(ends - sizes, start)
-        lengths = np.minimum(ends, stop) - starts
-        used = lengths > 0  # documents without tokens have no part in the sample
+            return Pieces(len(self._order), nothing, nothing, nothing)
+        first_block = int(self._starts.searchsorted(start, side="right")) - 1
+        last_block = int(self._starts.searchsorted(stop, side="left"))
+        position = first_block * _STRIDE
+        documents = self._order[position : last_block * _STRIDE]
+        sizes = self._lengths[documents]
+        ends = sizes.cumsum(dtype=np.int64)
+        ends += self._starts[first_block]
+        first = int(ends.searchsorted(start, side="right"))
+        last = int(ends.searchsorted(stop, side="left")) + 1
+        ends = ends[first:last]
+        begins = ends - sizes[first:last]
+        offsets = np.maximum(start - begins, 0)
         return Pieces(
-            positions=(begin + first + np.arange(len(ends)))[used],
-            documents=documents[kept].astype(np.int64)[used],
-            offsets=(starts - (ends - sizes))[used],
-            lengths=lengths[used],
+            position=position + first,
+            documents=documents[first:last],
+            offsets=offsets,
+            lengths=np.minimum(ends, stop) - begins - offsets,
         )
 
 

@@ -32,7 +32,7 @@ GOLDEN = {
 def starts(order, seq_length, count):
     """(position, offset) where unshuffled samples 0 to count start."""
     rows = [order.stream.pieces(number * seq_length, 1) for number in range(count)]
-    return [[int(row.positions[0]), int(row.offsets[0])] for row in rows]
+    return [[row.position, int(row.offsets[0])] for row in rows]
 
 
 @pytest.mark.parametrize("num_samples", GOLDEN)
@@ -167,7 +167,7 @@ def test_samples_beyond_2_to_the_31_tokens():
     for number in (0, 524_270, 524_287, 524_288, 524_300, 599_999):
         pieces = order.stream.pieces(number * 4096, 4097)
         position, offset = divmod(number * 4096, 100_000)
-        assert pieces.positions[0] == position
+        assert pieces.position == position
         assert pieces.offsets[0] == offset
         assert pieces.documents[0] == order.document_index[position]
         assert pieces.lengths.sum() == 4097
@@ -179,7 +179,7 @@ def test_documents_of_2_billion_tokens_each():
     assert order.stream.num_tokens == 5 * (2**31 - 1)
     last = (len(order.shuffle_index) - 1) * 2**20
     pieces = order.stream.pieces(last, 2**20 + 1)
-    assert pieces.positions.tolist() == [4]
+    assert pieces.position == 4
     assert pieces.offsets.tolist() == [last - 4 * (2**31 - 1)]
 
 
