@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Collection
 from pathlib import Path
 
 from mcore.errors import CheckpointError
@@ -93,19 +94,24 @@ def find_checkpoint(path: str | os.PathLike[str], iteration: int | None = None) 
     return directory
 
 
-def publish(directory: Path, metadata: bytes, shards: set[str]) -> None:
-    """Make a checkpoint exist: its shards are on disk, now its `metadata.json` appears.
-
-    Args:
-        directory: of the iteration.
-        metadata: content of `metadata.json`.
-        shards: names of the files that belong to it; other shards there are leftovers and deleted.
-    """
+def publish(directory: Path, metadata: bytes) -> None:
+    """Make a checkpoint exist: its shards are on disk, now its `metadata.json` appears."""
     _sync_directory(directory)
     replace_file(directory / METADATA_NAME, metadata)
+
+
+def delete_leftovers(directory: Path, shards: Collection[str]) -> None:
+    """Delete the shards of saves that died or were replaced; `shards` are those in use."""
     for entry in directory.glob("*.safetensors"):
         if entry.name not in shards:
             entry.unlink(missing_ok=True)
+
+
+def discard(shard: Path) -> None:
+    """Delete a shard of a save that failed, unless the save failed after it was published."""
+    metadata = shard.with_name(METADATA_NAME)
+    if not metadata.is_file() or shard.name.encode() not in metadata.read_bytes():
+        shard.unlink(missing_ok=True)
 
 
 def point_to(root: Path, iteration: int) -> None:

@@ -21,6 +21,7 @@ from mcore.checkpoint.planner import LoadPlanner
 from mcore.checkpoint.rank_local import RankLocal, is_rank_local
 from mcore.checkpoint.reader import read_metadata
 from mcore.checkpoint.saver import as_sharded
+from mcore.checkpoint.shard_file import ShardReader
 from mcore.checkpoint.sharded_tensor import ShardedTensor, whole_tensor
 from mcore.checkpoint.storage import ShardLoader
 from mcore.checkpoint.together import as_checkpoint_error, process_group, run_together
@@ -94,20 +95,20 @@ def load(
     """
     handle = process_group(group)
     directory = Path(run_together(handle, lambda: str(find_checkpoint(root, iteration)))[0])
-    found: list[CheckpointMetadata] = []
+    found: list[tuple[CheckpointMetadata, dict[str, Tensor]]] = []
 
     def match() -> _Fit:
-        found.append(read_metadata(directory))
-        return _match(found[0], {key: as_sharded(key, value) for key, value in tensors.items()})
+        metadata = read_metadata(directory)
+        found.append((metadata, _own_tensors(directory, metadata, rank_local)))
+        return _match(metadata, {key: as_sharded(key, value) for key, value in tensors.items()})
 
     fit = _merge(run_together(handle, match))
-    metadata = found[0]
+    metadata, own = found[0]
     unexpected = {key for key in metadata.tensors if not is_rank_local(key)} - fit.wanted
     _complain(directory, fit, unexpected, allow_missing)
     state = {
         key: as_sharded(key, value) for key, value in tensors.items() if key not in fit.missing
     }
-    own = _own_tensors(metadata, rank_local)
     for key, tensor in own.items():
         state[key] = whole_tensor(key, tensor)
     _dcp_load(state, ShardLoader(directory, metadata), handle)
@@ -188,7 +189,9 @@ def _family(key: str) -> str:
     return key.partition(".")[0]
 
 
-def _own_tensors(metadata: CheckpointMetadata, rank_local: RankLocal | None) -> dict[str, Tensor]:
+def _own_tensors(
+    directory: Path, metadata: CheckpointMetadata, rank_local: RankLocal | None
+) -> dict[str, Tensor]:
     """Memory for this rank's own state; empty where it was saved at another layout."""
     if rank_local is None or metadata.layout is None:
         return {}
@@ -200,10 +203,12 @@ def _own_tensors(metadata: CheckpointMetadata, rank_local: RankLocal | None) -> 
             dict(rank_local.layout),
         )
         return {}
+    records = {k: v for k, v in metadata.tensors.items() if rank_local.name(k) is not None}
+    reader = ShardReader(directory, metadata.files)
+    reader.check_sizes(chunk for record in records.values() for chunk in record.chunks)
     return {
         key: torch.empty(record.shape, dtype=record.dtype, device="cpu")
-        for key, record in metadata.tensors.items()
-        if rank_local.name(key) is not None
+        for key, record in records.items()
     }
 
 

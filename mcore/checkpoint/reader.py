@@ -68,6 +68,7 @@ class CheckpointReader:
         record = self.metadata.tensors.get(key)
         if record is None:
             raise CheckpointError(f"{self.directory} holds no tensor {key}")
+        self._reader.check_sizes(record.chunks)
         tensor = torch.empty(record.shape, dtype=record.dtype, device="cpu")
         for chunk, data in self._reader.read(record.chunks):
             target = tensor

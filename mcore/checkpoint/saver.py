@@ -15,7 +15,14 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from mcore.checkpoint.commit import iteration_directory, make_directory, point_to, publish
+from mcore.checkpoint.commit import (
+    delete_leftovers,
+    discard,
+    iteration_directory,
+    make_directory,
+    point_to,
+    publish,
+)
 from mcore.checkpoint.metadata import (
     DTYPE_NAMES,
     CheckpointMetadata,
@@ -81,14 +88,15 @@ def save(
     def finish(records: dict[str, TensorRecord], files: dict[str, FileRecord]) -> None:
         layout = None if rank_local is None else dict(rank_local.layout)
         metadata = CheckpointMetadata(iteration, dict(common), layout, records, files, versions())
-        publish(directory, encode_metadata(metadata), set(files))
+        publish(directory, encode_metadata(metadata))
         point_to(Path(root), iteration)
+        delete_leftovers(directory, files)
 
     path = directory / f"shard_{rank_in(handle):05d}.{token}.safetensors"
     try:
         _dcp_save(state, ShardWriter(path, finish), handle)
     except CheckpointException as error:
-        path.unlink(missing_ok=True)
+        discard(path)
         raise as_checkpoint_error(error) from error
     return directory
 

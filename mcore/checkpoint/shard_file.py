@@ -156,6 +156,16 @@ class ShardReader:
             torch.empty(0, dtype=torch.uint8, device="cpu") for _ in range(_READERS + 1)
         ]
 
+    def check_sizes(self, chunks: Iterable[ChunkRecord]) -> None:
+        """Look whether the files are as large as recorded, before memory is taken for them.
+
+        Raises:
+            CheckpointError: a file is absent or has another size.
+        """
+        for name in {chunk.file for chunk in chunks}:
+            with self._open(name):
+                pass
+
     def read(self, chunks: Iterable[ChunkRecord]) -> Iterator[tuple[ChunkRecord, Tensor]]:
         """Read boxes, file by file.
 
