@@ -236,14 +236,15 @@ def test_data_paths_in_files(tmp_path):
 
 
 def test_one_corpus_with_a_weight_goes_through_the_blend(tmp_path):
-    """Megatron orders 0.5% more samples then, which can change the order."""
-    prefix = counting_corpus(tmp_path / "c", [81])  # exactly 10 samples of 8
-    plain = builder(DataConfig(data_path=(prefix,), split="1"), (10, 0, 0))[0]
-    blended = builder(DataConfig(data_path=("1", prefix), split="1"), (10, 0, 0))[0]
-    assert plain.order.plan.epochs == 1
-    assert isinstance(blended, BlendedDataset)
-    assert len(blended) == 10
-    assert blended.datasets[0].order.plan.epochs == 2
+    """Megatron orders ceil(1.005 * 100) = 101 samples then, which can add an epoch."""
+    for held, epochs in ((100, 2), (101, 1)):
+        prefix = counting_corpus(tmp_path / f"c{held}", [8 * held + 1])
+        plain = builder(DataConfig(data_path=(prefix,), split="1"), (100, 0, 0))[0]
+        blended = builder(DataConfig(data_path=("1", prefix), split="1"), (100, 0, 0))[0]
+        assert plain.order.plan.epochs == 1
+        assert isinstance(blended, BlendedDataset)
+        assert len(blended) == 100
+        assert blended.datasets[0].order.plan.epochs == epochs
 
 
 def test_corpora_without_weights_are_not_repeated(tmp_path, caplog):
