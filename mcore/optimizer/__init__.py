@@ -1,5 +1,16 @@
 """Optimizer, gradient clipping, parameter groups, learning-rate and weight-decay schedules."""
 
-from mcore.optimizer.lr_scheduler import OptimizerParamScheduler
+from mcore.config.optimizer import OptimizerConfig, SchedulerConfig, scheduler_steps
+from mcore.optimizer.lr_scheduler import OptimizerParamScheduler, get_optimizer_param_scheduler
+from mcore.optimizer.optimizer import MegatronOptimizer, StepResult, get_megatron_optimizer
 
-__all__ = ["OptimizerParamScheduler"]
+__all__ = [
+    "MegatronOptimizer",
+    "OptimizerConfig",
+    "OptimizerParamScheduler",
+    "SchedulerConfig",
+    "StepResult",
+    "get_megatron_optimizer",
+    "get_optimizer_param_scheduler",
+    "scheduler_steps",
+]

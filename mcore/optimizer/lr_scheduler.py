@@ -10,7 +10,14 @@ from collections.abc import Iterable
 from typing import Any, Protocol
 
 from mcore.config.fields import choose
-from mcore.config.optimizer import DECAY_STYLES, WEIGHT_DECAY_INCR_STYLES, WSD_DECAY_STYLES
+from mcore.config.optimizer import (
+    DECAY_STYLES,
+    WEIGHT_DECAY_INCR_STYLES,
+    WSD_DECAY_STYLES,
+    OptimizerConfig,
+    SchedulerConfig,
+    scheduler_steps,
+)
 from mcore.errors import ConfigError
 from mcore.log import get_logger
 
@@ -261,13 +268,51 @@ class OptimizerParamScheduler:
         self.step(state_dict[key])
 
     def _take(self, values: dict[str, Any]) -> None:
-        """Adopt a checkpoint's values; groups that carry our range by their own keys follow."""
-        for key, value in values.items():
-            for group in self.optimizer.param_groups:
-                if group.get(key) == self.__dict__[key]:
-                    group[key] = value
-            self.__dict__[key] = value
+        """Adopt a checkpoint's values."""
+        self.__dict__.update(values)
         self._check()
+
+
+def get_optimizer_param_scheduler(
+    optimizer: HasParamGroups,
+    config: OptimizerConfig,
+    schedule: SchedulerConfig,
+    *,
+    global_batch_size: int,
+    train_iters: int | None = None,
+    train_samples: int | None = None,
+) -> OptimizerParamScheduler:
+    """The scheduler that the options ask for; see `scheduler_steps` for the lengths.
+
+    Raises:
+        ConfigError: no learning rate, or options that define no schedule.
+    """
+    if config.lr is None:
+        raise ConfigError("the schedule needs its highest learning rate; give lr")
+    steps = scheduler_steps(
+        schedule,
+        global_batch_size=global_batch_size,
+        train_iters=train_iters,
+        train_samples=train_samples,
+    )
+    start_wd, end_wd = schedule.start_weight_decay, schedule.end_weight_decay
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=schedule.lr_warmup_init,
+        max_lr=config.lr,
+        min_lr=config.min_lr,
+        lr_warmup_steps=steps.lr_warmup_steps,
+        lr_decay_steps=steps.lr_decay_steps,
+        lr_decay_style=schedule.lr_decay_style,
+        start_wd=config.weight_decay if start_wd is None else start_wd,
+        end_wd=config.weight_decay if end_wd is None else end_wd,
+        wd_incr_steps=steps.wd_incr_steps,
+        wd_incr_style=schedule.weight_decay_incr_style,
+        use_checkpoint_opt_param_scheduler=schedule.use_checkpoint_opt_param_scheduler,
+        override_opt_param_scheduler=schedule.override_opt_param_scheduler,
+        wsd_decay_steps=steps.wsd_decay_steps,
+        lr_wsd_decay_style=schedule.lr_wsd_decay_style,
+    )
 
 
 def _known_values(state_dict: dict[str, Any]) -> Iterable[tuple[str, Any]]:

@@ -4,11 +4,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from mcore.config.optimizer import SchedulerConfig, scheduler_steps
+from mcore.config.optimizer import OptimizerConfig, SchedulerConfig, scheduler_steps
 from mcore.errors import ConfigError
+from mcore.optimizer import get_optimizer_param_scheduler
 from mcore.optimizer_param_scheduler import OptimizerParamScheduler
 
-GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "schedules.json").read_text())["lr"]
+GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "schedules.json").read_text())
 
 
 class Groups:
@@ -32,7 +33,7 @@ def make(optimizer=None, **changes):
     return OptimizerParamScheduler(optimizer or Groups(), **{**values, **changes})
 
 
-@pytest.mark.parametrize("case", GOLDEN, ids=lambda c: f"{c['config']['lr_decay_style']}")
+@pytest.mark.parametrize("case", GOLDEN["lr"], ids=lambda c: f"{c['config']['lr_decay_style']}")
 def test_equals_megatron_tables(case):
     optimizer = Groups({"params": []})
     scheduler = OptimizerParamScheduler(optimizer, **case["config"])
@@ -80,7 +81,7 @@ def test_a_changed_schedule_needs_a_choice():
 def test_override_keeps_only_the_new_schedule():
     old = make()
     old.step(100)
-    optimizer = Groups({"max_lr": 1e-4, "min_lr": 1e-5})
+    optimizer = Groups()
     new = make(
         optimizer,
         max_lr=1e-4,
@@ -94,15 +95,15 @@ def test_override_keeps_only_the_new_schedule():
     assert optimizer.param_groups[0]["lr"] == expected.get_lr({}) <= 1e-4
 
 
-def test_checkpoint_schedule_reaches_groups_that_carry_the_range():
+def test_checkpoint_schedule_wins_except_over_a_groups_own_range():
     old = make(start_wd=0.0, end_wd=0.2, wd_incr_style="linear")
     old.step(100)
-    optimizer = Groups({"max_lr": 1e-4, "min_lr": 1e-5}, {"max_lr": 7e-5, "min_lr": 1e-6})
+    optimizer = Groups({}, {"max_lr": 7e-5, "min_lr": 1e-6})
     new = make(optimizer, max_lr=1e-4, min_lr=1e-5)
     new.load_state_dict(old.state_dict())
     assert optimizer.param_groups[0]["lr"] == old.get_lr({})
     assert optimizer.param_groups[0]["weight_decay"] == old.get_wd() == pytest.approx(0.1)
-    assert optimizer.param_groups[1]["lr"] < 7e-5  # its own range stays
+    assert optimizer.param_groups[1]["lr"] < 7e-5
 
 
 def test_older_spellings_load():
@@ -174,3 +175,35 @@ def test_scheduler_steps_refuses(config, length, message):
 def test_scheduler_config_refuses(config, message):
     with pytest.raises(ConfigError, match=message):
         SchedulerConfig(**config)
+
+
+def test_scheduler_from_options():
+    """The run of the golden training curves: 20 iterations of 8 samples, 4 of them warmup."""
+    optimizer = Groups({"wd_mult": 1.0}, {"wd_mult": 0.0})
+    scheduler = get_optimizer_param_scheduler(
+        optimizer,
+        OptimizerConfig(lr=2e-3, min_lr=2e-4, weight_decay=0.1),
+        SchedulerConfig(lr_decay_style="cosine", lr_decay_iters=20, lr_warmup_iters=4),
+        global_batch_size=8,
+        train_iters=20,
+    )
+    rates = []
+    for _ in range(20):
+        rates.append(optimizer.param_groups[0]["lr"])
+        scheduler.step(8)
+    assert rates == pytest.approx(GOLDEN["train_gpt2_lr"], abs=1e-15)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+
+
+def test_weight_decay_ramp_from_options():
+    scheduler = get_optimizer_param_scheduler(
+        Groups(),
+        OptimizerConfig(lr=1e-3, weight_decay=0.5),
+        SchedulerConfig(
+            start_weight_decay=0.0, end_weight_decay=0.2, weight_decay_incr_style="linear"
+        ),
+        global_batch_size=4,
+        train_iters=10,
+    )
+    scheduler.step(20)
+    assert scheduler.get_wd() == pytest.approx(0.1)
