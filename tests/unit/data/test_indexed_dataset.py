@@ -234,7 +234,7 @@ def test_one_very_long_document(tmp_path):
 
 
 def test_byte_offsets_beyond_2_to_the_31(tmp_path):
-    """Two sparse corpora of 2.4 GB each, merged as an index and read at the far end."""
+    """A sparse corpus of 2.4 GB, read at its far end."""
     lengths = [1_200_000_000, 3]
     ends = np.cumsum(lengths)
     with open(tmp_path / "big.bin", "wb") as file:
@@ -248,8 +248,6 @@ def test_byte_offsets_beyond_2_to_the_31(tmp_path):
         data = IndexedDataset(str(tmp_path / "big"), mmap=mmap)
         assert data[1].tolist() == [11, 12, 13]
         assert data.get(0, 1_199_999_999).tolist() == [0]
-    os.truncate(tmp_path / "big.bin", 0)
-    os.truncate(tmp_path / "big.bin", int(ends[-1]) * 2)
 
 
 def test_merged_pointers_pass_2_to_the_31(tmp_path, monkeypatch):
