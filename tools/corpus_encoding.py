@@ -139,7 +139,7 @@ def encode_chunk(job: EncodeJob, chunk: Chunk) -> dict[str, EncodedChunk]:
 
 def _parse(line: bytes, place: str) -> dict[str, Any]:
     try:
-        record = json.loads(line)
+        record = json.loads(line.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise DataError(f"{place}: no JSON: {error}") from error
     if not isinstance(record, dict):
