@@ -1,7 +1,6 @@
 """The demo's corpus, tokenizer training and yardstick."""
 
 import itertools
-import json
 from pathlib import Path
 
 import numpy as np
@@ -44,7 +43,7 @@ def test_one_document_in_twenty_is_held_out():
 
 
 def test_trained_vocabulary(tmp_path):
-    texts = [json.loads(line)["text"] for line in open(GOLDEN / "corpus.jsonl", encoding="utf-8")]
+    texts = list(train_bpe.read_texts(GOLDEN / "corpus.jsonl"))
     vocab, merges = train_bpe.train_bpe(GOLDEN / "corpus.jsonl", tmp_path, vocab_size=400)
     tokenizer = build_tokenizer(
         TokenizerConfig(
