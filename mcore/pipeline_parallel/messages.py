@@ -110,14 +110,14 @@ def unit_cost_ends(plans: Sequence[Plan], placement: StagePlacement) -> tuple[li
     """
     ended: dict[tuple[int, Action], int] = {}
     ends: tuple[list[int], ...] = tuple([] for _ in plans)
+    inputs = [[incoming(placement, rank, a) for a in plan] for rank, plan in enumerate(plans)]
     progress = True
     while progress:
         progress = False
         for rank, plan in enumerate(plans):
             mine = ends[rank]
             while len(mine) < len(plan):
-                action = plan[len(mine)]
-                message = incoming(placement, rank, action)
+                action, message = plan[len(mine)], inputs[rank][len(mine)]
                 arrival = 0
                 if message is not None:
                     known = ended.get((message.source, message.producer))

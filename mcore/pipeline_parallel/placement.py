@@ -33,7 +33,7 @@ class StagePlacement:
     """
 
     locations: tuple[Location, ...]
-    _stages: dict[Location, int] = field(init=False, repr=False, compare=False)
+    _stages: dict[tuple[int, int], int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         stages = {location: stage for stage, location in enumerate(self.locations)}
@@ -66,7 +66,7 @@ class StagePlacement:
 
     def stage(self, rank: int, chunk: int = 0) -> int:
         """The global stage of a rank's chunk."""
-        return self._stages[Location(rank, chunk)]
+        return self._stages[rank, chunk]
 
     def is_first_stage(self, rank: int, chunk: int = 0) -> bool:
         """Whether the chunk reads tokens (it holds the embedding)."""

@@ -175,9 +175,12 @@ class _Machine:
     def __init__(
         self, placement: StagePlacement, costs: Costs, programs: Sequence[Program]
     ) -> None:
-        self.placement = placement
         self.costs = costs
         self.ranks = [_Rank(program) for program in programs]
+        self.inputs = [
+            {step: incoming(placement, rank, step) for step in program if isinstance(step, Action)}
+            for rank, program in enumerate(programs)
+        ]
         # The two ends of each directed pair of ranks, in the order in which they were started.
         self.sent: dict[tuple[int, int], list[tuple[Message, _Posted]]] = defaultdict(list)
         self.received: dict[tuple[int, int], list[tuple[Message, _Posted]]] = defaultdict(list)
@@ -200,13 +203,17 @@ class _Machine:
         while state.position < len(state.program):
             step = state.program[state.position]
             if isinstance(step, Batch):
-                self._post(state, step)
+                self._post(rank, step)
             elif not self._act(rank, step):
                 break
             state.position += 1
         return state.position > before
 
-    def _post(self, state: _Rank, batch: Batch) -> None:
+    def _post(self, rank: int, batch: Batch) -> None:
+        state = self.ranks[rank]
+        for message in batch.sends:
+            if message.producer not in state.computed:
+                raise refusal(rank, message.producer, f"{message} is sent before it is computed")
         posted = _Posted(batch, state.clock)
         state.posted.append(posted)
         state.carrier.update({message: posted for message in batch.receives})
@@ -215,7 +222,7 @@ class _Machine:
 
     def _act(self, rank: int, action: Action) -> bool:
         state = self.ranks[rank]
-        message = incoming(self.placement, rank, action)
+        message = self.inputs[rank][action]
         start = state.clock
         if message is not None and message.is_local:
             if message.producer not in state.computed:
@@ -256,8 +263,6 @@ class _Machine:
     def _open(self, rank: int, current: _Posted) -> None:
         """Bring the batch's ends to their channels, and let ends meet in order."""
         for message in current.batch.sends:
-            if message.producer not in self.ranks[rank].computed:
-                raise refusal(rank, message.producer, f"{message} is sent before it is computed")
             self.sent[rank, message.destination].append((message, current))
             self._meet(rank, message.destination, len(self.sent[rank, message.destination]) - 1)
         for message in current.batch.receives:

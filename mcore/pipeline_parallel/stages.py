@@ -96,7 +96,6 @@ def _even(
 def _uneven(
     num_layers: int, pp: int, num_chunks: int, first: int | None, last: int | None
 ) -> tuple[int, ...]:
-    ranks: list[int | None] = [first, *[None] * (pp - 2), last]
     if pp == 1:
         raise ConfigError(
             f"--decoder-first-pipeline-num-layers ({first}) and --decoder-last-pipeline-num-layers "
@@ -115,6 +114,7 @@ def _uneven(
                 f"--decoder-{name}-pipeline-num-layers ({count}) must be divisible by the virtual "
                 f"stages a rank ({num_chunks})"
             )
+    ranks = [first, *[None] * (pp - 2), last]
     rest = num_layers - (first or 0) - (last or 0)
     middle = ranks.count(None)
     given = f"num_layers ({num_layers}) - first stage ({first or 0}) - last stage ({last or 0})"

@@ -1,0 +1,122 @@
+"""Plans against Megatron's order tables, the papers' formulas and exhaustive small sizes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mcore.errors import ConfigError
+from mcore.pipeline_parallel.actions import Kind, format_plan
+from mcore.pipeline_parallel.placement import StagePlacement
+from mcore.pipeline_parallel.plans import (
+    interleaved_order,
+    plan_1f1b,
+    plan_interleaved,
+    plan_no_pipelining,
+)
+from mcore.pipeline_parallel.simulate import simulate
+
+GOLDEN = Path(__file__).parents[2] / "golden" / "pipeline" / "interleaved.json"
+CASES = json.loads(GOLDEN.read_text())
+
+
+@pytest.mark.parametrize(
+    "case", CASES, ids=lambda c: "m{num_microbatches}-v{num_model_chunks}".format(**c)
+)
+def test_interleaved_order_is_megatrons(case):
+    m, v, group = case["num_microbatches"], case["num_model_chunks"], case["group"]
+    table = tuple(map(tuple, case["table"]))
+    assert interleaved_order(m, v, group) == table
+    for pp in range(2, group + 1):
+        for rank in range(pp):
+            plan = plan_interleaved(pp, rank, m, v, group)
+            forwards = [(a.microbatch, a.chunk) for a in plan if a.kind is Kind.FORWARD]
+            backwards = [(a.microbatch, v - 1 - a.chunk) for a in plan if a.kind is Kind.BACKWARD]
+            assert tuple(forwards) == table
+            assert tuple(backwards) == table
+
+
+def leading_forwards(plan):
+    kinds = [action.kind for action in plan]
+    return kinds.index(Kind.BACKWARD)
+
+
+def test_no_pipelining():
+    assert format_plan(plan_no_pipelining(2)) == "F0.0 B0.0 F0.1 B0.1"
+    assert format_plan(plan_no_pipelining(2, 2)) == "F0.0 F1.0 B1.0 B0.0 F0.1 F1.1 B1.1 B0.1"
+
+
+def test_1f1b_written_out():
+    assert format_plan(plan_1f1b(2, 0, 3)) == "F0.0 F0.1 B0.0 F0.2 B0.1 B0.2"
+    assert format_plan(plan_1f1b(2, 1, 3)) == "F0.0 B0.0 F0.1 B0.1 F0.2 B0.2"
+
+
+def test_interleaved_written_out():
+    # Figure 4 of Narayanan et al. 2021 (4 devices, 8 microbatches, 2 chunks), devices 1 and 4.
+    first = format_plan(plan_interleaved(4, 0, 8, 2))
+    assert first.startswith("F0.0 F0.1 F0.2 F0.3 F1.0 F1.1 F1.2 F1.3 F0.4 F0.5 F0.6 B1.0 F0.7 B1.1")
+    last = format_plan(plan_interleaved(4, 3, 8, 2))
+    assert last.startswith("F0.0 F0.1 F0.2 F0.3 F1.0 B1.0 F1.1 B1.1 F1.2 B1.2 F1.3 B1.3 F0.4 B0.0")
+
+
+def test_warmup_formulas():
+    for pp in range(1, 9):
+        for rank in range(pp):
+            for m in range(1, 17):
+                warmup = min(pp - rank - 1, m)
+                assert leading_forwards(plan_1f1b(pp, rank, m)) == min(warmup + 1, m)
+                if m % pp:
+                    continue
+                for v in (2, 3, 4):
+                    warmup = min(2 * (pp - rank - 1) + (v - 1) * pp, m * v)
+                    leading = leading_forwards(plan_interleaved(pp, rank, m, v))
+                    assert leading == min(warmup + 1, m * v)
+
+
+def test_every_size_is_proved():
+    """pp <= 8, m <= 16, v <= 4: no deadlock, each action once, the papers' peaks and bubbles."""
+    for pp in range(1, 9):
+        for v in range(1, 5):
+            placement = StagePlacement.usual(pp, v)
+            for m in range(1, 17) if v < 3 else (1, 2, 3, 5, 6, 7, 8, 9, 12, 13, 16):
+                plans = [plan_interleaved(pp, rank, m, v) for rank in range(pp)]
+                result = simulate(plans, placement)
+                assert all(len(plan) == len(set(plan)) == 2 * m * v for plan in plans)
+                if v == 1:
+                    assert result.peak_in_flight == tuple(min(pp - r, m) for r in range(pp))
+                    assert result.bubble_over_ideal == pytest.approx((pp - 1) / m)
+                elif m % pp == 0:
+                    peaks = (2 * (pp - r - 1) + (v - 1) * pp + 1 for r in range(pp))
+                    assert result.peak_in_flight == tuple(min(peak, m * v) for peak in peaks)
+                    assert result.bubble_over_ideal == pytest.approx((pp - 1) / (m * v))
+                else:
+                    # Never slower than with the remainder filled up to a whole round.
+                    full = -(-m // pp) * pp
+                    assert result.step_time <= 3 * (full * v + pp - 1)
+
+
+@pytest.mark.parametrize("group", [4, 5, 6, 9])
+def test_larger_groups_are_proved(group):
+    for m in range(1, 20):
+        plans = [plan_interleaved(4, rank, m, 3, group) for rank in range(4)]
+        simulate(plans, StagePlacement.usual(4, 3))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((0, 0, 1), "pp must be at least 1, got 0"),
+        ((2, 0, 0), "num_microbatches must be at least 1, got 0"),
+        ((2, 2, 1), r"rank must be one of 0 \.\. 1 \(pipeline size 2\), got 2"),
+    ],
+)
+def test_impossible_sizes_are_refused(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        plan_1f1b(*arguments)
+
+
+def test_a_group_smaller_than_the_pipeline_is_refused():
+    with pytest.raises(ConfigError, match=r"group size \(2\) must be at least the pipeline size"):
+        plan_interleaved(4, 0, 8, 2, 2)
