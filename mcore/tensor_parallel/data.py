@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from mcore.device import current_device
 from mcore.errors import DataError
 from mcore.parallel_state import tensor_model_parallel_group_or
 from mcore.tensor_parallel.mappings import AnyGroup
@@ -27,6 +28,9 @@ def broadcast_data(
         datatype: their dtype.
         tp_group: tensor-parallel group, this process's own when None.
 
+    Returns:
+        The tensors by name, in the first rank's shapes, on the current device.
+
     Comm: shapes as host objects, then one broadcast of all elements.
 
     Raises:
@@ -41,14 +45,15 @@ def broadcast_data(
     problem, shapes = all_gather_object((problem, shapes), group)[0]
     if problem is not None:
         raise DataError(problem)
+    if not keys:
+        return {}
     sizes = [torch.Size(shape).numel() for shape in shapes]
     if group.is_first:
         assert data is not None
-        flat = torch.cat([data[key].contiguous().flatten() for key in keys])
-        device = flat.device
+        flat = torch.cat([data[key].flatten() for key in keys])
     else:
-        device = torch.device("cpu") if not data else next(iter(data.values())).device
-        flat = torch.empty(sum(sizes), dtype=datatype, device=device)
+        flat = torch.empty(sum(sizes), dtype=datatype)
+    flat = flat.to(current_device())
     broadcast_(flat, group)
     parts = flat.split(sizes)
     return {key: part.view(shape) for key, part, shape in zip(keys, parts, shapes, strict=True)}

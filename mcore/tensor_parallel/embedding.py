@@ -70,19 +70,28 @@ class VocabParallelEmbedding(nn.Module):
 
         Args:
             input_: ids, [b, s] (any shape without reduce_scatter_embeddings), below num_embeddings.
+                Any other id gives NaN (torch raises IndexError on one CPU rank without padding).
 
         Returns:
             [b, s, h] equal on all ranks, or [s/t, b, h] with reduce_scatter_embeddings.
 
         Comm: one all-reduce (or reduce-scatter) of the output; none when t is 1.
         """
-        if self.tp_group.size == 1:
+        if self.tp_group.size == 1 and self.num_embeddings_per_partition == self.num_embeddings:
             found = F.embedding(input_, self.weight)
         else:
-            foreign = (input_ < self.vocab_start_index) | (input_ >= self.vocab_end_index)
+            end = min(self.vocab_end_index, self.num_embeddings)
+            foreign = (input_ < self.vocab_start_index) | (input_ >= end)
             local = (input_ - self.vocab_start_index).masked_fill(foreign, 0)
-            found = F.embedding(local, self.weight).masked_fill(foreign.unsqueeze(-1), 0.0)
+            found = F.embedding(local, self.weight)
+            found = torch.where(foreign.unsqueeze(-1), self._absent(input_), found)
         if self.reduce_scatter_embeddings:
             found = found.transpose(0, 1).contiguous()  # [b, s, h] -> [s, b, h]
             return reduce_scatter_to_sequence_parallel_region(found, self.tp_group)
         return reduce_from_tensor_model_parallel_region(found, self.tp_group)
+
+    def _absent(self, ids: Tensor) -> Tensor:
+        """What an id without a row here gives: zero, or NaN if no rank has one; [..., 1]."""
+        wrong = (ids < 0) | (ids >= self.num_embeddings)
+        zeros = torch.zeros(ids.shape, dtype=self.weight.dtype, device=ids.device)
+        return zeros.masked_fill_(wrong, torch.nan).unsqueeze(-1)

@@ -226,7 +226,8 @@ class RowParallelLinear(nn.Module):
             output = reduce_from_tensor_model_parallel_region(partial, self.tp_group)
         if self.skip_bias_add:
             return output, self.bias
-        return (output if self.bias is None else output + self.bias), None
+        # Under autocast the bias is wider than the output and would widen it.
+        return (output if self.bias is None else output + self.bias.to(output.dtype)), None
 
 
 def _make_weight(

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from mcore.parallel_state import tensor_model_parallel_group_or
 from mcore.tensor_parallel.mappings import AnyGroup
@@ -54,6 +56,7 @@ class LinearWithGradAccumulationAndAsyncCommunication(Function):
         return F.linear(total, weight, bias)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         """Start communicating dx, compute dW meanwhile, wait for dx last."""
         input_, weight = ctx.saved_tensors
@@ -93,7 +96,6 @@ def _weight_gradient(weight: Tensor, grad_output: Tensor, x: Tensor, fuse: bool)
         main_grad.addmm_(rows.t(), columns)
     else:
         main_grad.add_(rows.t().mm(columns))
-    weight.mark_grad_ready()  # type: ignore[attr-defined]
     return None
 
 
@@ -119,10 +121,15 @@ def linear_with_grad_accumulation_and_async_allreduce(
         tp_group: tensor-parallel group, ours by default.
 
     Returns:
-        [s, b, n].
+        [s, b, n]; under `torch.autocast` in its dtype, as torch's own linear map.
     """
     group = tensor_model_parallel_group_or(tp_group)
     parallel = group.size > 1
+    if torch.is_autocast_enabled(input.device.type):
+        # Cast outside of the Function, so that forward, communication and backward use one dtype.
+        input, weight = _autocast(input), _autocast(weight)
+        bias = None if bias is None else _autocast(bias)
+        gradient_accumulation_fusion = False  # the cast weight is not the one with `main_grad`
     result: Tensor = LinearWithGradAccumulationAndAsyncCommunication.apply(
         input,
         weight,
@@ -135,6 +142,13 @@ def linear_with_grad_accumulation_and_async_allreduce(
     return result
 
 
+def _autocast(x: Tensor) -> Tensor:
+    """The tensor in the dtype of autocast, which leaves float64 alone."""
+    if x.dtype == torch.float64:
+        return x
+    return x.to(torch.get_autocast_dtype(x.device.type))
+
+
 def accumulates_in_main_grad(weight: Tensor) -> bool:
-    """Whether the data-parallel wrapper wants this weight's gradient in `main_grad` directly."""
-    return torch.is_grad_enabled() and "mark_grad_ready" in weight.__dict__
+    """Whether the data-parallel wrapper gave this weight a `main_grad` to add its gradient to."""
+    return "main_grad" in weight.__dict__

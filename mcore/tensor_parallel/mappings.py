@@ -25,6 +25,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from mcore.errors import ShapeError
 from mcore.parallel_state import tensor_model_parallel_group_or
@@ -56,6 +57,7 @@ class _CopyToModelParallelRegion(Function):
         return input_.view_as(input_)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
         return all_reduce(grad_output, as_group(ctx.group)), None
 
@@ -69,6 +71,7 @@ class _ReduceFromModelParallelRegion(Function):
         return all_reduce(input_, ctx.group).view_as(input_)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
         del ctx
         return grad_output, None
@@ -83,6 +86,7 @@ class _ScatterToModelParallelRegion(Function):
         return _own_slice(input_, -1, ctx.group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
         return all_gather_along_dim(grad_output, -1, as_group(ctx.group)), None
 
@@ -96,6 +100,7 @@ class _GatherFromModelParallelRegion(Function):
         return all_gather_along_dim(input_, -1, ctx.group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
         return _own_slice(grad_output, -1, as_group(ctx.group)), None
 
@@ -109,6 +114,7 @@ class _ScatterToSequenceParallelRegion(Function):
         return _own_slice(input_, 0, ctx.group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
         return all_gather_along_dim(grad_output, 0, as_group(ctx.group)), None
 
@@ -125,6 +131,7 @@ class _GatherFromSequenceParallelRegion(Function):
         return all_gather_along_dim(input_, 0, ctx.group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
         group = as_group(ctx.group)
         if ctx.tensor_parallel_output_grad:
@@ -141,6 +148,7 @@ class _ReduceScatterToSequenceParallelRegion(Function):
         return reduce_scatter_along_dim(input_, 0, ctx.group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
         return all_gather_along_dim(grad_output, 0, as_group(ctx.group)), None
 

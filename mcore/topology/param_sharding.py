@@ -161,12 +161,19 @@ def set_sharding(param: Tensor, sharding: ParamSharding) -> None:
 def sharding_of(param: Tensor, group: Group) -> ParamSharding:
     """The declaration of a parameter; one without is replicated over the tensor-parallel group.
 
-    A user's own module may set Megatron's `param.sequence_parallel = True` instead of declaring.
+    A user's own module may set Megatron's attributes instead of declaring: `sequence_parallel`, or
+    `tensor_model_parallel`, `partition_dim` and `partition_stride` for an even cut.
     """
     declared = param.__dict__.get(_ATTRIBUTE)
     if declared is not None:
         assert isinstance(declared, ParamSharding)
         return declared
+    if param.__dict__.get("tensor_model_parallel", False):
+        dim = param.__dict__["partition_dim"]
+        others = list(param.shape)
+        rows = others.pop(dim) * group.size
+        cut = even_rows(rows, group, blocks=param.__dict__["partition_stride"])
+        return cut.sharding(*others, dim=dim)
     sequence_parallel = bool(param.__dict__.get("sequence_parallel", False))
     return replicated_sharding(tuple(param.shape), group, sequence_parallel=sequence_parallel)
 
