@@ -1,0 +1,58 @@
+"""Schedules on gloo ranks against one process in float64, at every microbatch count."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mcore.pipeline_parallel import (
+    forward_backward_no_pipelining,
+    forward_backward_pipelining_with_interleaving,
+    forward_backward_pipelining_without_interleaving,
+    get_forward_backward_func,
+)
+from mcore.testing import run_distributed
+from tests.unit.pipeline_parallel.tiny_stages import peak_of_saved_tensors, reference, run_schedule
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("pp", "v"), [(2, 1), (2, 2), (2, 3), (4, 1), (4, 2)])
+def test_every_microbatch_count_equals_one_process(pp, v):
+    counts = range(1, 2 * pp + 2)
+    cases = [(m, "sum", False) for m in counts]
+    cases += [(3, "mean", False), (pp, "mean", False), (3, "pair", False)]
+    cases += [(1, "sum", True), (pp + 1, "sum", True), (2 * pp, "mean", True)]
+    by_rank = run_distributed(run_schedule, pp, pp, v, cases, timeout=90)
+    for index, (m, form, forward_only) in enumerate(cases):
+        wanted, losses, count = reference(pp * v, m, form)
+        results = [results[index] for results in by_rank]
+        got = {stage: grads for grads, _, _ in results for stage, grads in grads.items()}
+        assert sorted(got) == list(range(pp * v))
+        for stage, grads in enumerate(wanted):
+            torch.testing.assert_close(
+                got[stage], {} if forward_only else grads, rtol=1e-12, atol=1e-12
+            )
+        assert [records for _, records, _ in results[:-1]] == [[]] * (pp - 1)
+        torch.testing.assert_close(results[-1][1], losses, rtol=1e-12, atol=1e-12)
+        if not forward_only:
+            total = 1.0 if form == "mean" else float(count)
+            assert [tokens for _, _, tokens in results] == [0.0] * (pp - 1) + [total]
+
+
+@pytest.mark.dist
+def test_memory_is_that_of_the_microbatches_in_flight():
+    counts = [1, 4, 8, 12]
+    by_rank = run_distributed(peak_of_saved_tensors, 4, 4, counts, timeout=60)
+    for rank, peaks in enumerate(by_rank):
+        one = peaks[0][0]
+        assert one > 0
+        assert [saved for saved, _ in peaks] == [one * min(4 - rank, m) for m in counts]
+        assert [outputs for _, outputs in peaks] == [0] * len(counts)
+
+
+def test_the_schedule_follows_the_layout():
+    assert get_forward_backward_func() is forward_backward_no_pipelining
+    assert get_forward_backward_func(1, 2) is forward_backward_no_pipelining
+    assert get_forward_backward_func(2) is forward_backward_pipelining_without_interleaving
+    assert get_forward_backward_func(4, 2) is forward_backward_pipelining_with_interleaving
+    assert "num_microbatches: m >= 1" in (forward_backward_no_pipelining.__doc__ or "")

@@ -1,0 +1,218 @@
+"""A model that is no transformer, cut into stages, and the same model in one piece."""
+
+from __future__ import annotations
+
+import random
+import time
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mcore import parallel_state
+from mcore.pipeline_parallel import (
+    ScheduleHooks,
+    StagePlacement,
+    get_forward_backward_func,
+)
+
+SEQ, BATCH, HIDDEN, VOCAB = 3, 2, 4, 7
+SHAPE = (SEQ, BATCH, HIDDEN)
+
+
+class Stage(nn.Module):
+    """Residual tanh layer; the first stage embeds, the last computes one loss a token."""
+
+    def __init__(self, stage: int, num_stages: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(stage)
+        self.linear = nn.Linear(HIDDEN, HIDDEN, dtype=torch.float64)
+        self.embedding = nn.Embedding(VOCAB, HIDDEN, dtype=torch.float64) if stage == 0 else None
+        is_last = stage == num_stages - 1
+        self.head = nn.Linear(HIDDEN, 1, dtype=torch.float64) if is_last else None
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, generator=generator)
+        self.input: Tensor | None = None
+
+    def set_input_tensor(self, input_tensor: list[Tensor | None]) -> None:
+        assert len(input_tensor) == 1
+        self.input = input_tensor[0]
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if self.embedding is not None:
+            x = self.embedding(tokens)
+        else:
+            assert self.input is not None
+            x = self.input
+        x = x + torch.tanh(self.linear(x))
+        return x if self.head is None else self.head(x).squeeze(-1).square()
+
+
+@dataclass
+class Recorder:
+    """Hooks that write down what was called."""
+
+    events: list[tuple[Any, ...]] = field(default_factory=list)
+    tokens: Tensor | None = None
+
+    def hooks(self, scale: float = 1.0) -> ScheduleHooks:
+        return ScheduleHooks(
+            no_sync=self._no_sync,
+            start_grad_sync=lambda chunk: self.events.append(("grad_sync", chunk)),
+            start_param_sync=lambda chunk: self.events.append(("param_sync", chunk)),
+            finalize_grads=self._finalize,
+            scale_loss=lambda loss: loss * scale,
+        )
+
+    def _no_sync(self, chunk: int) -> Recorder._Context:
+        return Recorder._Context(self.events, chunk)
+
+    def _finalize(self, num_tokens: Tensor) -> None:
+        self.tokens = num_tokens
+        self.events.append(("finalize",))
+
+    @dataclass
+    class _Context:
+        events: list[tuple[Any, ...]]
+        chunk: int
+
+        def __enter__(self) -> None:
+            self.events.append(("enter", self.chunk))
+
+        def __exit__(self, *_: object) -> None:
+            self.events.append(("leave", self.chunk))
+
+
+def microbatch(index: int) -> tuple[Tensor, Tensor]:
+    """Tokens [s, b] and a mask [s, b] with another number of ones for each microbatch."""
+    generator = torch.Generator().manual_seed(100 + index)
+    tokens = torch.randint(0, VOCAB, (SEQ, BATCH), generator=generator)
+    mask = torch.zeros(SEQ * BATCH, dtype=torch.float64)
+    mask[: 1 + index % (SEQ * BATCH)] = 1.0
+    return tokens, mask.view(SEQ, BATCH)
+
+
+def sum_loss(losses: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    total = (losses * mask).sum()
+    return total, mask.sum().long(), {"lm loss": total.detach()}
+
+
+def pair_loss(losses: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    return sum_loss(losses, mask)[:2]
+
+
+def mean_loss(losses: Tensor, mask: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    total, count, _ = sum_loss(losses, mask)
+    return total / count, {"lm loss": (total / count).detach()}
+
+
+LOSSES = {"sum": sum_loss, "pair": pair_loss, "mean": mean_loss}
+
+
+def forward_step_with(form: str, sleep: random.Random | None = None):
+    """A forward step as a user of Megatron writes it; with `sleep`, ranks run at uneven speed."""
+
+    def forward_step(iterator, model):
+        tokens, mask = next(iterator)
+        if sleep is not None:
+            time.sleep(sleep.choice((0.0, 0.0, 0.004)))
+        return model(tokens), lambda output: LOSSES[form](output, mask)
+
+    return forward_step
+
+
+def reference(num_stages: int, num_microbatches: int, form: str):
+    """Gradients by stage, losses and tokens of one process, by autograd alone."""
+    stages = [Stage(stage, num_stages) for stage in range(num_stages)]
+    objective = torch.zeros((), dtype=torch.float64)
+    losses, count = [], 0
+    for index in range(num_microbatches):
+        tokens, mask = microbatch(index)
+        x = torch.empty(0)
+        for stage in stages:
+            stage.set_input_tensor([x])
+            x = stage(tokens)
+        returned = LOSSES[form](x, mask)
+        objective = objective + returned[0] / (num_microbatches if form == "mean" else 1)
+        losses.append(returned[0].detach())
+        count += int(mask.sum())
+    objective.backward()
+    return [gradients(stage) for stage in stages], losses, count
+
+
+def gradients(stage: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in stage.named_parameters() if p.grad is not None}
+
+
+def loss_of(record: Any) -> Tensor:
+    return record["lm loss"] if isinstance(record, dict) else record[0]
+
+
+def run_schedule(pp: int, v: int, cases: list[tuple[int, str, bool]]) -> list[Any]:
+    """For each (m, loss form, forward_only): this rank's gradients by stage, losses and tokens."""
+    ctx = parallel_state.initialize_model_parallel(1, pp, v if v > 1 else None)
+    rank = ctx.pp.rank
+    placement = StagePlacement.usual(pp, v)
+    results = []
+    for m, form, forward_only in cases:
+        chunks = [Stage(placement.stage(rank, chunk), pp * v) for chunk in range(v)]
+        recorder = Recorder()
+        records = get_forward_backward_func()(
+            forward_step_func=forward_step_with(form, random.Random(rank)),
+            data_iterator=[iter([microbatch(i) for i in range(m)]) for _ in range(v)],
+            model=chunks,
+            num_microbatches=m,
+            seq_length=SEQ,
+            micro_batch_size=BATCH,
+            forward_only=forward_only,
+            hooks=recorder.hooks(),
+            tensor_shape=SHAPE,
+        )
+        grads = {placement.stage(rank, chunk): gradients(chunks[chunk]) for chunk in range(v)}
+        tokens = None if recorder.tokens is None else float(recorder.tokens)
+        results.append((grads, [loss_of(record) for record in records], tokens))
+    return results
+
+
+def peak_of_saved_tensors(pp: int, counts: list[int]) -> list[tuple[int, int]]:
+    """On one of pp ranks, for each m: the most tensors saved for backward, and outputs kept."""
+    ctx = parallel_state.initialize_model_parallel(1, pp)
+    return [_peaks(ctx.pp.rank, pp, m) for m in counts]
+
+
+def _peaks(rank: int, pp: int, m: int) -> tuple[int, int]:
+    live: weakref.WeakSet[Any] = weakref.WeakSet()
+    outputs: list[weakref.ref[Tensor]] = []
+    peaks = [0, 0]
+
+    class Box:
+        def __init__(self, tensor: Tensor) -> None:
+            self.tensor = tensor
+
+    def pack(tensor: Tensor) -> Box:
+        box = Box(tensor)
+        live.add(box)
+        peaks[0] = max(peaks[0], len(live))
+        return box
+
+    def forward_step(iterator, model):
+        peaks[1] = max(peaks[1], sum(output() is not None for output in outputs))
+        tokens, mask = next(iterator)
+        output = model(tokens)
+        outputs.append(weakref.ref(output))
+        return output, lambda losses: sum_loss(losses, mask)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda box: box.tensor):
+        get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iter([microbatch(i) for i in range(m)]),
+            model=Stage(rank, pp),
+            num_microbatches=m,
+            seq_length=SEQ,
+            micro_batch_size=BATCH,
+            tensor_shape=SHAPE,
+        )
+    assert not live
+    return peaks[0], peaks[1]
