@@ -56,7 +56,7 @@ class Bucket:
             self._pending = None
 
     def reset(self) -> None:
-        """Get ready for the next step."""
-        assert self._pending is None, "gradients were reset while their reduction was under way"
+        """Get ready for the next step; a reduction under way (of an abandoned step) ends first."""
+        self.wait()
         self._ready.clear()
         self.is_started = False

@@ -165,10 +165,10 @@ class DistributedDataParallel(nn.Module):
 
     def zero_grad_buffer(self) -> None:
         """Set all gradients to zero and begin a step."""
-        for buffer in self.param_and_grad_buffers:
-            buffer.zero_grad()
         for bucket in self.buckets:
             bucket.reset()
+        for buffer in self.param_and_grad_buffers:
+            buffer.zero_grad()
         self._num_started = 0
 
     def scale_gradients(self, factor: float | Tensor) -> None:

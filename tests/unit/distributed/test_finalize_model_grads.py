@@ -7,13 +7,15 @@ from mcore.config.distributed import DistributedDataParallelConfig
 from mcore.distributed import DistributedDataParallel, finalize_model_grads
 from mcore.errors import TopologyError
 from mcore.testing import run_distributed
+from mcore.topology.context import ParallelContext
 from mcore.topology.param_sharding import ParamSharding, Piece, replicated_sharding, set_sharding
 
 pytestmark = pytest.mark.dist
 
 
-def wrap(module):
-    ddp = DistributedDataParallel(None, DistributedDataParallelConfig(), module.double())
+def wrap(module, context=None):
+    config = DistributedDataParallelConfig()
+    ddp = DistributedDataParallel(None, config, module.double(), context=context)
     ddp.zero_grad_buffer()
     return ddp
 
@@ -171,7 +173,7 @@ def test_gradients_are_divided_by_the_global_number_of_tokens(order):
 
 def test_one_process_and_no_tokens():
     stage = Stage(weight=(3,))
-    ddp = wrap(stage)
+    ddp = wrap(stage, ParallelContext.single())
     stage.backward(weight=torch.ones(3))
     finalize_model_grads([ddp])
     assert stage.weight.main_grad.tolist() == [1.0, 1.0, 1.0]
