@@ -1,0 +1,152 @@
+"""A folder of the Hugging Face kind: config.json and one or several safetensors files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from mcore.errors import CheckpointError
+
+CONFIG = "config.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+# Hugging Face's own limit for one file.
+_MAX_FILE_BYTES = 5 * 10**9
+
+
+class HfFolder:
+    """Reads the tensors of a folder one by one.
+
+    Raises:
+        CheckpointError: no folder, no safetensors, or damage; the message names the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = read_json(path / CONFIG)
+        self._files = self._find_files()
+
+    def _find_files(self) -> dict[str, Path]:
+        """The file of each tensor."""
+        if (self.path / INDEX).is_file():
+            index = read_json(self.path / INDEX).get("weight_map")
+            if not isinstance(index, dict):
+                raise CheckpointError(f"{self.path / INDEX} has no weight_map")
+            return {name: self._inside(file) for name, file in index.items()}
+        single = self.path / SINGLE
+        if not single.is_file():
+            pickles = sorted(p.name for p in self.path.glob("*.bin"))
+            hint = f"; {pickles[0]} is a pickle: save it as safetensors" if pickles else ""
+            raise CheckpointError(f"{self.path} holds neither {SINGLE} nor {INDEX}{hint}")
+        try:
+            with safe_open(single, "pt") as file:
+                return dict.fromkeys(file.keys(), single)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"cannot read {single}: {error}") from error
+
+    def _inside(self, file: Any) -> Path:
+        if not isinstance(file, str) or Path(file).name != file:
+            raise CheckpointError(f"{self.path / INDEX} names {file!r}, outside of its folder")
+        return self.path / file
+
+    def names(self) -> set[str]:
+        """Names of all tensors."""
+        return set(self._files)
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor on the CPU."""
+        path = self._files[name]
+        try:
+            with safe_open(path, "pt") as file:
+                return file.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"cannot read {name} from {path}: {error}") from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object.
+
+    Raises:
+        CheckpointError: no such file, or it is something else.
+    """
+    try:
+        value = json.loads(path.read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} does not hold a JSON object")
+    return value
+
+
+def write_folder(
+    path: Path,
+    config: Mapping[str, Any],
+    tensors: Iterable[tuple[str, Tensor]],
+    max_file_bytes: int = _MAX_FILE_BYTES,
+) -> None:
+    """Write a folder; tensors are taken one by one, and one file's worth is held at a time.
+
+    Raises:
+        CheckpointError: the disk is full, or the like.
+    """
+    parts: list[Path] = []
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        contents = _write_parts(path, tensors, max_file_bytes, parts)
+        for old in (*path.glob("model*.safetensors"), path / INDEX):
+            if old not in parts:
+                old.unlink(missing_ok=True)
+        _name_parts(path, parts, contents)
+        (path / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"cannot write {path}: {error}") from error
+    finally:
+        for part in parts:
+            part.unlink(missing_ok=True)
+
+
+def _write_parts(
+    path: Path, tensors: Iterable[tuple[str, Tensor]], limit: int, parts: list[Path]
+) -> list[dict[str, int]]:
+    """Write numbered files, appended to `parts`; returns the names and bytes of what is in each."""
+    batch: dict[str, Tensor] = {}
+    contents: list[dict[str, int]] = []
+
+    def flush() -> None:
+        parts.append(path / f"model.part{len(parts)}.safetensors")
+        save_file(batch, parts[-1], {"format": "pt"})
+        contents.append({name: tensor.nbytes for name, tensor in batch.items()})
+        batch.clear()
+
+    size = 0
+    for name, tensor in tensors:
+        if batch and size + tensor.nbytes > limit:
+            flush()
+            size = 0
+        batch[name] = tensor.contiguous()
+        size += tensor.nbytes
+    flush()
+    return contents
+
+
+def _name_parts(path: Path, parts: list[Path], contents: list[dict[str, int]]) -> None:
+    """Give the files their final names, which tell their number, and write the index."""
+    count = len(parts)
+    weight_map: dict[str, str] = {}
+    for i, (part, inside) in enumerate(zip(parts, contents, strict=True)):
+        final = SINGLE if count == 1 else f"model-{i + 1:05d}-of-{count:05d}.safetensors"
+        part.rename(path / final)
+        weight_map |= dict.fromkeys(inside, final)
+    if count > 1:
+        total = sum(sum(inside.values()) for inside in contents)
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (path / INDEX).write_text(json.dumps(index, indent=2) + "\n")

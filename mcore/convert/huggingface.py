@@ -1,0 +1,173 @@
+"""Hugging Face models in and out, without the transformers library."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcore.convert.hf_family import HfFamily
+from mcore.convert.hf_files import CONFIG, HfFolder, write_folder
+from mcore.convert.hf_gpt2 import Gpt2
+from mcore.convert.hf_llama import Llama
+from mcore.convert.model_options import ModelOptions
+from mcore.errors import CheckpointError, UnsupportedError
+
+FAMILIES: tuple[HfFamily, ...] = (Gpt2(), Llama())
+
+
+def hf_to_state(hf_dir: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Read a folder with config.json and safetensors.
+
+    Args:
+        hf_dir: the folder; the configuration may be of transformers 4 or 5.
+
+    Returns:
+        The options that define the model, under Megatron's names, and its parameters by name with
+        global shapes (`linear_qkv` by query group, `linear_fc1` = gate above up, no tied output),
+        in the types of the file.
+
+    Raises:
+        CheckpointError: no such folder, damage, tensors that are absent, unknown or do not fit.
+        UnsupportedError: a model that mcore does not compute; the message names the option.
+    """
+    folder = HfFolder(Path(hf_dir))
+    family = _family_of(folder)
+    try:
+        options = family.options(folder.config)
+    except KeyError as error:
+        raise CheckpointError(f"{folder.path / CONFIG} has no entry {error}") from error
+    except (TypeError, ValueError, ZeroDivisionError) as error:
+        raise CheckpointError(f"{folder.path / CONFIG} has an impossible value: {error}") from error
+    names = {family.full_name(name): name for name in folder.names()}
+    tensors: dict[str, Tensor] = {}
+    for rule in family.rules(options):
+        absent = [source for source in rule.sources if source not in names]
+        if absent:
+            raise CheckpointError(f"{folder.path} holds no tensor {', '.join(absent)}")
+        parts = [folder.tensor(names.pop(source)) for source in rule.sources]
+        try:
+            tensors[rule.name] = rule.join(parts).contiguous()
+        except RuntimeError as error:
+            shapes = ", ".join(str(list(part.shape)) for part in parts)
+            raise CheckpointError(
+                f"{' and '.join(rule.sources)} of {shapes} do not fit the configuration"
+            ) from error
+    _check_shapes(options, tensors)
+    _check_rest(family, folder, names, tensors)
+    return options.as_dict(), tensors
+
+
+def _family_of(folder: HfFolder) -> HfFamily:
+    model_type = folder.config.get("model_type")
+    if folder.config.get("quantization_config"):
+        raise UnsupportedError("quantization_config: quantised models cannot be converted")
+    for family in FAMILIES:
+        if family.model_type == model_type:
+            return family
+    known = ", ".join(family.model_type for family in FAMILIES)
+    raise UnsupportedError(f"model_type is {model_type!r}; these can be converted: {known}")
+
+
+def _check_shapes(options: ModelOptions, tensors: Mapping[str, Tensor]) -> None:
+    shapes = options.shapes()
+    absent, unknown = shapes.keys() - tensors.keys(), tensors.keys() - shapes.keys()
+    if absent or unknown:
+        raise CheckpointError(
+            f"the parameters are not those of the model: absent {sorted(absent)}, "
+            f"unknown {sorted(unknown)}"
+        )
+    wrong = [
+        f"{name} has {list(tensors[name].shape)}, the options say {list(shape)}"
+        for name, shape in shapes.items()
+        if tuple(tensors[name].shape) != shape
+    ]
+    if wrong:
+        raise CheckpointError(f"shapes contradict the options: {'; '.join(wrong)}")
+
+
+def _check_rest(
+    family: HfFamily, folder: HfFolder, rest: Mapping[str, str], tensors: Mapping[str, Tensor]
+) -> None:
+    """Nothing that the model uses may be left behind."""
+    unused = {full: name for full, name in rest.items() if not family.buffers.fullmatch(full)}
+    copy = unused.pop("lm_head.weight", None)
+    if copy is not None:
+        embedding = tensors["embedding.word_embeddings.weight"]
+        if not torch.equal(folder.tensor(copy), embedding):
+            raise CheckpointError(
+                "tie_word_embeddings is set, but lm_head.weight differs from the embedding; set it "
+                f"to false in {folder.path / CONFIG}"
+            )
+    if unused:
+        raise CheckpointError(
+            f"{folder.path} holds tensors that no {family.model_type} model has: "
+            f"{', '.join(sorted(unused))}"
+        )
+
+
+def state_to_hf(
+    model_options: Mapping[str, Any], tensors: Mapping[str, Tensor], hf_dir: str | os.PathLike[str]
+) -> None:
+    """Write a folder that transformers 4 and 5 load.
+
+    Args:
+        model_options: options that define the model, under Megatron's names.
+        tensors: its parameters by name, with global shapes; taken one by one.
+        hf_dir: the folder; weights and configuration that are there are replaced.
+
+    Raises:
+        CheckpointError: parameters that do not fit the options, or a full disk.
+        UnsupportedError: no family fits; the message names the options.
+    """
+    options = ModelOptions.from_mapping(model_options)
+    family = fitting_family(options)
+    absent = options.shapes().keys() - tensors.keys()
+    if absent:
+        raise CheckpointError(f"parameters are absent: {', '.join(sorted(absent))}")
+    unknown = tensors.keys() - options.shapes().keys()
+    if unknown:
+        raise CheckpointError(f"the options do not know parameters {', '.join(sorted(unknown))}")
+    dtype = str(tensors["embedding.word_embeddings.weight"].dtype).removeprefix("torch.")
+    config = family.config(options) | {
+        "model_type": family.model_type,
+        "vocab_size": options.vocab_size,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "torch_dtype": dtype,
+        "dtype": dtype,
+    }
+    write_folder(Path(hf_dir), config, _translated(family, options, tensors))
+
+
+def fitting_family(options: ModelOptions) -> HfFamily:
+    """The family that a model belongs to.
+
+    Raises:
+        UnsupportedError: there is none; the message says for each why.
+    """
+    reasons = []
+    for family in FAMILIES:
+        misfits = family.misfits(options)
+        if not misfits:
+            return family
+        reasons.append(f"{family.model_type}: {', '.join(misfits)}")
+    raise UnsupportedError(f"no Hugging Face family fits this model ({'; '.join(reasons)})")
+
+
+def _translated(
+    family: HfFamily, options: ModelOptions, tensors: Mapping[str, Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    shapes = options.shapes()
+    for rule in family.rules(options):
+        tensor = tensors[rule.name]
+        if tuple(tensor.shape) != shapes[rule.name]:
+            raise CheckpointError(
+                f"{rule.name} has shape {list(tensor.shape)}, the options say "
+                f"{list(shapes[rule.name])}"
+            )
+        yield from zip(rule.sources, rule.split(tensor), strict=True)
