@@ -42,3 +42,9 @@ class _PrefixFormatter(logging.Formatter):
 def warn_ignored(option: str, reason: str) -> None:
     """Say that an option has no effect here, and why; nothing is ignored in silence."""
     _LOGGER.warning("%s has no effect: %s", option, reason)
+
+
+def report_error(text: str) -> None:
+    """Write an error that ends the process to stderr, whatever the logger is set to."""
+    sys.stderr.write(f"error: {text}\n")
+    sys.stderr.flush()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
@@ -49,7 +48,8 @@ class LinearWithGradAccumulationAndAsyncCommunication(Function):
         ctx.group = as_group(group)
         ctx.sequence_parallel = sequence_parallel
         ctx.allreduce_dgrad = allreduce_dgrad
-        ctx.fuse = gradient_accumulation_fusion
+        # Under recomputation the saved weight comes back as a plain tensor without `main_grad`.
+        ctx.main_grad = weight.main_grad if gradient_accumulation_fusion else None  # type: ignore[attr-defined]
         ctx.has_bias = bias is not None
         ctx.save_for_backward(input_, weight)
         total = all_gather_along_dim(input_, 0, ctx.group) if sequence_parallel else input_
@@ -79,19 +79,18 @@ class LinearWithGradAccumulationAndAsyncCommunication(Function):
         grad_weight = grad_bias = None
         if needs_weight:
             total = input_ if gathering is None else gathering.wait()
-            grad_weight = _weight_gradient(weight, grad_output, total, ctx.fuse)
+            grad_weight = _weight_gradient(grad_output, total, ctx.main_grad)
         if ctx.has_bias and ctx.needs_input_grad[2]:
             grad_bias = grad_output.flatten(0, -2).sum(0)
         done = None if sending is None else sending.wait()
         return done, grad_weight, grad_bias, None, None, None, None
 
 
-def _weight_gradient(weight: Tensor, grad_output: Tensor, x: Tensor, fuse: bool) -> Tensor | None:
-    """Product dW = dy^T x, added straight into `weight.main_grad` where the wrapper asks for it."""
+def _weight_gradient(grad_output: Tensor, x: Tensor, main_grad: Tensor | None) -> Tensor | None:
+    """Product dW = dy^T x, added straight into `main_grad` where the wrapper asks for it."""
     rows, columns = grad_output.flatten(0, -2), x.flatten(0, -2)
-    if not fuse:
+    if main_grad is None:
         return rows.t().mm(columns)
-    main_grad: Tensor = weight.main_grad  # type: ignore[attr-defined]
     if main_grad.dtype == rows.dtype:
         main_grad.addmm_(rows.t(), columns)
     else:

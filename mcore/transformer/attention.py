@@ -18,9 +18,10 @@ from mcore.transformer.rotary import RotaryTables, apply_rotary
 def qkv_rows(heads: int, groups: int, head_dim: int, tp_group: Group) -> RowCut:
     """How the rows of the QKV projection are dealt.
 
-    The matrix holds, group by group, the query heads of the group, then its key, then its value. With
-    at least as many groups as ranks each rank has whole groups. With fewer, the ranks of a group share
-    out its query heads and each has a copy of its key and value rows; the first of them owns the copy.
+    The matrix holds, group by group, the query heads of the group, then its key, then its value.
+    With at least as many groups as ranks each rank has whole groups. With fewer, the ranks of a
+    group share out its query heads and each has a copy of its key and value rows; the first of
+    them owns the copy.
 
     Source: the row order is Megatron's (checkpoint version 2.0 and later).
     """

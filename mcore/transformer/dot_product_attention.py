@@ -14,8 +14,9 @@ from mcore.transformer.dropout import DropoutState, attention_dropout
 class DotProductAttention(nn.Module):
     """softmax(q k^T / sqrt(d)) v, causal unless a mask is given.
 
-    torch's `scaled_dot_product_attention` does the work. Its dropout gives other masks when heads are
-    dealt to ranks, so with dropout the softmax is spelled out here and the masks go by global head.
+    torch's `scaled_dot_product_attention` does the work. Its dropout gives other masks when heads
+    are dealt to ranks, so with dropout the softmax is spelled out here and the masks go by global
+    head.
 
     Args:
         layer_number: global number of the layer, from 0.

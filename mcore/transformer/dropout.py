@@ -31,8 +31,8 @@ class DropoutState:
     Attributes:
         seed: the run's seed.
         iteration: number of the optimizer step.
-        sample_index: [b] int64, the position of each sample in the training stream, so that masks do
-            not depend on which rank or micro batch computes a sample.
+        sample_index: [b] int64, the position of each sample in the training stream, so that masks
+            do not depend on which rank or micro batch computes a sample.
     """
 
     seed: int
@@ -126,8 +126,9 @@ def _shift(x: Tensor, bits: int, width: int) -> Tensor:
 def _hash32(counter: Tensor, keys: Tensor) -> Tensor:
     """int32 hash of every counter under every key (broadcast against each other).
 
-    Three rounds of multiply and shift with the constants of `triple32` (Wellons 2018); half of the key
-    enters before the first round and half in the middle, so that two keys never give one stream shifted.
+    Three rounds of multiply and shift with the constants of `triple32` (Wellons 2018); half of the
+    key enters before the first round and half in the middle, so that two keys never give one stream
+    shifted.
     """
     low, high = keys.to(torch.int32), (keys >> 32).to(torch.int32)
     x = counter.to(torch.int32) ^ low

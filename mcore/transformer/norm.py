@@ -14,8 +14,8 @@ def build_norm(
 ) -> nn.LayerNorm | nn.RMSNorm:
     """The norm that the configuration asks for, over the last `size` channels.
 
-    Its weights are replicated over the tensor-parallel group. torch computes the statistics in float32
-    for lower-precision inputs.
+    Its weights are replicated over the tensor-parallel group. torch computes the statistics in
+    float32 for lower-precision inputs.
 
     Args:
         config: kind, epsilon and data type.

@@ -34,8 +34,8 @@ class GPTModel(nn.Module):
     Args:
         config: the decoder.
         transformer_layer_spec: None or `get_gpt_layer_local_spec()`; there is one kind of layer.
-        vocab_size: token ids that exist; rows are added so that the table can be dealt to the ranks,
-            and they never enter the softmax.
+        vocab_size: token ids that exist; rows are added so that the table can be dealt to the
+            ranks, and they never enter the softmax.
         max_sequence_length: longest sequence.
         pre_process: this stage embeds tokens.
         post_process: this stage computes logits or the loss.
@@ -171,8 +171,8 @@ class GPTModel(nn.Module):
                 torch's initial seed and the number of calls.
 
         Returns:
-            Hidden states [s(/t), b, h] on stages that do not post-process. On the last stage the loss
-            of each token, [b, s] in float32 or wider, or without labels the logits [b, s, v/t]
+            Hidden states [s(/t), b, h] on stages that do not post-process. On the last stage the
+            loss of each token, [b, s] in float32 or wider, or without labels the logits [b, s, v/t]
             ([b, s, v] unless parallel_output).
         """
         if self.embedding is not None:

@@ -18,8 +18,8 @@ def initialize_parameters_(
 ) -> None:
     """Fill every matrix with normal numbers that depend on (seed, name, position) alone.
 
-    Vectors keep what their layers gave them: norms start at 1, biases at 0. A tied output layer draws
-    the same numbers as the embedding, having the same name.
+    Vectors keep what their layers gave them: norms start at 1, biases at 0. A tied output layer
+    draws the same numbers as the embedding, having the same name.
     """
     for name, param in global_named_parameters(model):
         if param.dim() < 2:

@@ -1,0 +1,114 @@
+"""Length, batch and precision of training, evaluation, and where it runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from mcore.config.fields import flag
+from mcore.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingConfig:
+    """How long to train on which batches, and in which precision.
+
+    Raises:
+        ConfigError: a number out of range, or options that exclude each other.
+    """
+
+    micro_batch_size: int | None = flag(
+        None, help="Samples that one data-parallel rank computes at a time; required."
+    )
+    global_batch_size: int | None = flag(
+        None, help="Samples per optimizer step; micro batch x data-parallel size when absent."
+    )
+    train_iters: int | None = flag(None, help="Optimizer steps of the whole run.")
+    train_samples: int | None = flag(
+        None, help="Samples of the whole run, instead of --train-iters."
+    )
+    seq_length: int | None = flag(
+        None, aliases=("--encoder-seq-length",), help="Tokens per sample; required."
+    )
+    seed: int = flag(1234, help="Seed of initial weights, data order and dropout; above 0.")
+    bf16: bool = flag(
+        False, help="bfloat16 parameters and activations, float32 main parameters and gradients."
+    )
+    exit_interval: int | None = flag(
+        None,
+        help="Save and exit with code 0 once the iteration is a multiple of this; --train-iters "
+        "stays "
+        "the full length, so data order and schedules do not change.",
+    )
+    skip_train: bool = flag(False, help="Load and evaluate only.")
+
+    def __post_init__(self) -> None:
+        for name in (
+            "micro_batch_size",
+            "global_batch_size",
+            "train_iters",
+            "train_samples",
+            "seq_length",
+            "exit_interval",
+            "seed",
+        ):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}; use a whole number from 1 up")
+        if self.train_iters is not None and self.train_samples is not None:
+            raise ConfigError("train_iters and train_samples exclude each other; give one")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluationConfig:
+    """When the validation and test sets are measured.
+
+    Raises:
+        ConfigError: a number out of range.
+    """
+
+    eval_iters: int = flag(
+        100,
+        help="Global batches per evaluation; 0 = never evaluate (no valid or test data is opened).",
+    )
+    eval_interval: int = flag(1000, help="Iterations between evaluations on the validation set.")
+
+    def __post_init__(self) -> None:
+        if self.eval_iters < 0:
+            raise ConfigError(f"eval_iters is {self.eval_iters}; use 0 to switch evaluation off")
+        if self.eval_interval < 1:
+            raise ConfigError(
+                f"eval_interval is {self.eval_interval}; use a whole number from 1 up "
+                "(--eval-iters 0 switches evaluation off)"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RuntimeConfig:
+    """Device and process groups.
+
+    Raises:
+        ConfigError: a timeout below a minute.
+    """
+
+    device: Literal["auto", "cpu", "cuda"] = flag(
+        "auto", help="Where tensors live; auto = CUDA where there is one."
+    )
+    distributed_backend: Literal["nccl", "gloo"] | None = flag(
+        None, help="Backend of the process groups; nccl on CUDA and gloo on the CPU when absent."
+    )
+    distributed_timeout_minutes: int = flag(
+        10, help="Minutes after which a collective that does not finish ends the job."
+    )
+    local_rank: int | None = flag(
+        None,
+        aliases=("--local_rank",),
+        help="Number of this process on its machine, from launchers that pass it as a flag.",
+    )
+
+    def __post_init__(self) -> None:
+        if self.distributed_timeout_minutes < 1:
+            raise ConfigError(
+                f"distributed_timeout_minutes is {self.distributed_timeout_minutes}; "
+                "use a whole number from 1 up"
+            )

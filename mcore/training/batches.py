@@ -1,0 +1,92 @@
+"""The stream of micro batches that one model chunk reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcore.data.batch_loader import BatchLoader
+from mcore.data.gpt_dataset import SampleDataset
+from mcore.data.samplers import SingleSampler
+from mcore.topology.context import ParallelContext
+from mcore.transformer.dropout import DropoutState
+
+
+@dataclass(slots=True)
+class BatchStream:
+    """Iterates over the micro batches of one chunk and says what dropout depends on.
+
+    Every rank reads what its stage needs itself: reading a few kilobytes from a mapped file is
+    cheaper than broadcasting them, and a middle stage reads nothing.
+
+    Attributes:
+        loader: reads the samples.
+        seed: the run's seed.
+        device: where batches go.
+        iteration: the optimizer step under way, from 1; set by the loop.
+    """
+
+    loader: BatchLoader
+    seed: int
+    device: torch.device
+    iteration: int = 0
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return self
+
+    def __next__(self) -> dict[str, Any]:
+        """The next micro batch: tensors [b, s] on the device, and `dropout_state`."""
+        batch: dict[str, Any] = {
+            name: self._move(tensor) for name, tensor in next(self.loader).items()
+        }
+        batch["dropout_state"] = DropoutState(self.seed, self.iteration, batch["sample_index"])
+        return batch
+
+    def _move(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.device, non_blocking=True)
+
+    def close(self) -> None:
+        """End the reading threads."""
+        self.loader.close()
+
+
+def build_stream(
+    dataset: SampleDataset,
+    *,
+    ctx: ParallelContext,
+    micro_batch_size: int,
+    consumed_samples: int,
+    num_workers: int,
+    seed: int,
+    device: torch.device,
+    reads_tokens: bool,
+) -> BatchStream:
+    """The stream of one chunk.
+
+    Args:
+        dataset: training, validation or test set.
+        ctx: gives the data-parallel rank.
+        micro_batch_size: samples per micro batch.
+        consumed_samples: global samples consumed before this run.
+        num_workers: reading threads.
+        seed: the run's seed.
+        device: where batches go.
+        reads_tokens: the chunk is the first or the last stage.
+    """
+    sampler = SingleSampler(
+        total_samples=len(dataset),
+        micro_batch_size=micro_batch_size,
+        data_parallel_rank=ctx.dp.rank,
+        data_parallel_size=ctx.dp.size,
+    )
+    loader = BatchLoader(
+        dataset if reads_tokens else None,
+        sampler,
+        consumed_samples=consumed_samples,
+        num_workers=num_workers,
+    )
+    return BatchStream(loader, seed, device)

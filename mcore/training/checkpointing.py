@@ -1,0 +1,261 @@
+"""What a training checkpoint holds, and how a run starts from one."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mcore import checkpoint, device
+from mcore.checkpoint import RankLocal, ShardedTensor, sharded_parameter
+from mcore.config.run import RunConfig
+from mcore.errors import CheckpointError
+from mcore.log import get_logger
+from mcore.tensor_parallel.random import get_cuda_rng_tracker
+from mcore.topology.context import ParallelContext
+from mcore.topology.param_sharding import global_named_parameters, sharding_of
+from mcore.training.setup import TrainState
+
+_TRACKER_PREFIX = "tracker."
+
+
+def save(state: TrainState, config: RunConfig, ctx: ParallelContext) -> None:
+    """Write everything that the run needs to go on, as `SAVE/iter_N` and the pointer to it.
+
+    Comm: see `mcore.checkpoint.save`; every rank has to call it.
+    """
+    assert config.checkpoint.save is not None
+    with_optimizer = config.checkpoint.save_optim
+    tensors = dict(_model_tensors(state, ctx, for_save=True))
+    if with_optimizer:
+        tensors.update(_optimizer_tensors(state, ctx, for_save=True))
+    common: dict[str, Any] = {
+        "model": config.model_options(),
+        "iteration": state.iteration,
+        "consumed_train_samples": state.consumed_train_samples,
+        "skipped_iterations": state.skipped_iterations,
+        "num_threads": torch.get_num_threads(),
+        "config": config.to_dict(),
+        "fingerprint": config.fingerprint(),
+    }
+    if with_optimizer:
+        common["optimizer"] = {"step_count": state.optimizer.step_count}
+        common["opt_param_scheduler"] = state.scheduler.state_dict()
+    rank_local = None
+    if config.checkpoint.save_rng:
+        rank_local = RankLocal(ctx.rank, _layout(ctx), _random_states())
+    path = checkpoint.save(
+        config.checkpoint.save, state.iteration, tensors, common, rank_local=rank_local
+    )
+    get_logger().info("saved checkpoint of iteration %d to %s", state.iteration, path)
+
+
+def stored_model_options(config_load: str, step: int | None) -> dict[str, Any]:
+    """The model's options in a checkpoint, by option name.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, or it does not describe its model.
+    """
+    common = checkpoint.read_common(config_load, step)
+    options = common.get("model")
+    if not isinstance(options, dict):
+        raise CheckpointError(
+            f"{config_load} does not say how its model is built; give the model's flags instead of "
+            "--use-checkpoint-args"
+        )
+    return options
+
+
+def check_directories(config: RunConfig) -> bool:
+    """Whether there is a checkpoint to load; refuses what could lose or silently restart a run.
+
+    Raises:
+        CheckpointError: --load names no checkpoint (unless this is the first run into the same
+            --save), or --save holds checkpoints of a run that is not being continued.
+    """
+    options = config.checkpoint
+    continues = _same(options.load, options.save)
+    if options.load is None:
+        if options.save is not None and not options.overwrite_save and _holds_any(options.save):
+            raise CheckpointError(
+                f"--save {options.save} holds checkpoints already: continue that run with --load "
+                f"{options.save}, or start anew over it with --overwrite-save"
+            )
+        return False
+    if _holds_any(options.load):
+        if options.save is not None and not continues and not options.overwrite_save:
+            _refuse_foreign_save(options.save)
+        return True
+    if continues and not options.exit_on_missing_checkpoint and options.ckpt_step is None:
+        get_logger().warning(
+            "THE RUN STARTS NEW: --load %s is the --save directory and holds no checkpoint yet",
+            options.load,
+        )
+        return False
+    raise CheckpointError(
+        f"--load {options.load} holds no checkpoint; correct the path, or give the same directory "
+        "as --save to start a new run there"
+    )
+
+
+def _refuse_foreign_save(save: str) -> None:
+    if _holds_any(save):
+        raise CheckpointError(
+            f"--save {save} holds checkpoints already, and --load names another directory; choose "
+            "a new --save or start anew over it with --overwrite-save"
+        )
+
+
+def _holds_any(root: str) -> bool:
+    path = Path(root)
+    if not path.is_dir():
+        return False
+    pointer = path / "latest_checkpointed_iteration.txt"
+    return pointer.exists() or any(path.glob("iter_*")) or (path / "metadata.json").exists()
+
+
+def _same(first: str | None, second: str | None) -> bool:
+    return (
+        first is not None and second is not None and Path(first).resolve() == Path(second).resolve()
+    )
+
+
+def load(state: TrainState, config: RunConfig, ctx: ParallelContext) -> None:
+    """Continue from a checkpoint of any layout, or take its weights only (`--finetune`).
+
+    Comm: see `mcore.checkpoint.load`; every rank has to call it.
+
+    Raises:
+        CheckpointError: the checkpoint is absent, damaged or does not fit.
+    """
+    options = config.checkpoint
+    assert options.load is not None
+    common = checkpoint.read_common(options.load, options.ckpt_step)
+    _check_model(common, config)
+    with_optimizer = options.load_optim and not options.finetune
+    if with_optimizer and "optimizer" not in common:
+        raise CheckpointError(
+            f"the checkpoint in {options.load} holds no optimizer state; use --finetune to start a "
+            "new run from its weights, or --no-load-optim to go on with a fresh optimizer"
+        )
+    tensors = dict(_model_tensors(state, ctx, for_save=False))
+    if with_optimizer:
+        tensors.update(_optimizer_tensors(state, ctx, for_save=False))
+    rank_local = None
+    if options.load_rng and not options.finetune:
+        rank_local = RankLocal(ctx.rank, _layout(ctx))
+    result = checkpoint.load(
+        options.load, tensors, iteration=options.ckpt_step, rank_local=rank_local
+    )
+    if not with_optimizer:
+        state.optimizer.reload_model_params()
+    if options.finetune:
+        get_logger().info("loaded weights of %s; the run starts at iteration 0", result.directory)
+        return
+    if with_optimizer:
+        state.optimizer.step_count = common["optimizer"]["step_count"]
+        state.scheduler.load_state_dict(common["opt_param_scheduler"])
+    state.iteration = common["iteration"]
+    state.consumed_train_samples = common["consumed_train_samples"]
+    state.skipped_iterations = common.get("skipped_iterations", 0)
+    if result.rank_local is not None:
+        _restore_random_states(result.rank_local)
+    _compare_threads(common)
+    get_logger().info("loaded checkpoint %s: iteration %d", result.directory, state.iteration)
+
+
+def _check_model(common: dict[str, Any], config: RunConfig) -> None:
+    """Refuse a checkpoint whose model computes another function than the configured one."""
+    stored = common.get("model", {})
+    ours = config.model_options()
+    silent = {"hidden_dropout", "attention_dropout", "seq_length", "max_position_embeddings"}
+    tokenizer = {"tokenizer_type", "tokenizer_model", "vocab_file", "merge_file"}
+    differences = [
+        f"{name}: checkpoint {stored[name]!r}, this run {ours[name]!r}"
+        for name in ours
+        if name in stored
+        and stored[name] is not None
+        and name not in silent | tokenizer
+        and not name.startswith(("null_tokenizer", "vocab_extra"))
+        and ours[name] is not None
+        and stored[name] != ours[name]
+    ]
+    if differences:
+        raise CheckpointError(
+            "the checkpoint's model is another one:\n  "
+            + "\n  ".join(differences)
+            + "\ncorrect the flags or take them from the checkpoint with --use-checkpoint-args"
+        )
+
+
+def _compare_threads(common: dict[str, Any]) -> None:
+    stored, ours = common.get("num_threads"), torch.get_num_threads()
+    if stored is not None and stored != ours and device.current_device().type == "cpu":
+        get_logger().warning(
+            "the checkpoint was saved with %d CPU threads, this run has %d: numbers agree to "
+            "rounding, not bit for bit; set OMP_NUM_THREADS=%d for that",
+            stored,
+            ours,
+            stored,
+        )
+
+
+def _model_tensors(
+    state: TrainState, ctx: ParallelContext, *, for_save: bool
+) -> Iterator[tuple[str, ShardedTensor]]:
+    for chunk in state.chunks:
+        for name, param in global_named_parameters(chunk.module):
+            sharding = sharding_of(param, ctx.tp)
+            if for_save and sharding.tied_key is not None:
+                continue
+            key = f"model.{name}"
+            yield key, sharded_parameter(key, param.detach(), sharding, for_save=for_save)
+
+
+def _optimizer_tensors(
+    state: TrainState, ctx: ParallelContext, *, for_save: bool
+) -> Iterator[tuple[str, ShardedTensor]]:
+    for name, param, tensors in state.optimizer.named_states():
+        sharding = sharding_of(param, ctx.tp)
+        if for_save and sharding.tied_key is not None:
+            continue
+        for kind, tensor in tensors.items():
+            key = f"{kind}.{name}"
+            yield key, sharded_parameter(key, tensor, sharding, for_save=for_save)
+
+
+def _layout(ctx: ParallelContext) -> dict[str, Any]:
+    return {**ctx.layout.sizes, "order": ctx.layout.order}
+
+
+def _random_states() -> dict[str, Tensor]:
+    states = {"torch": torch.get_rng_state(), "device": device.get_rng_state()}
+    for name, tensor in get_cuda_rng_tracker().get_states().items():
+        states[_TRACKER_PREFIX + name] = tensor
+    _, internal, _ = random.getstate()
+    states["python"] = torch.tensor(internal, dtype=torch.int64)
+    generator = np.random.get_state(legacy=False)["state"]
+    numbers = [*generator["key"].tolist(), generator["pos"]]
+    states["numpy"] = torch.tensor(numbers, dtype=torch.int64)
+    return states
+
+
+def _restore_random_states(states: dict[str, Tensor]) -> None:
+    torch.set_rng_state(states["torch"])
+    device.set_rng_state(states["device"])
+    get_cuda_rng_tracker().set_states(
+        {
+            name.removeprefix(_TRACKER_PREFIX): tensor
+            for name, tensor in states.items()
+            if name.startswith(_TRACKER_PREFIX)
+        }
+    )
+    version, _, gauss = random.getstate()
+    random.setstate((version, tuple(states["python"].tolist()), gauss))
+    *keys, position = states["numpy"].tolist()
+    np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, 0, 0.0))

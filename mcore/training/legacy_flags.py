@@ -1,0 +1,231 @@
+"""Spellings of other programs and other years: mapped to a field, noted, or refused by name.
+
+Nothing here is ignored in silence: a flag that has no effect says so in one line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+Settings = Mapping[tuple[str, str], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class LegacyFlag:
+    """One old or foreign flag.
+
+    Attributes:
+        flag: as typed.
+        help: one line.
+        sets: from the typed value to (section, field) -> value.
+        note: said once when the flag is used; None = an equal spelling, nothing to say.
+        options: how argparse reads it.
+    """
+
+    flag: str
+    help: str
+    sets: Callable[[Any], Settings]
+    note: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+_SWITCH: Mapping[str, Any] = {"action": "store_true"}
+
+
+def _nothing(value: Any) -> Settings:
+    del value
+    return {}
+
+
+def _to(section: str, name: str) -> Callable[[Any], Settings]:
+    return lambda value: {(section, name): value}
+
+
+def _full_recompute(value: Any) -> Settings:
+    del value
+    return {
+        ("model", "recompute_granularity"): "full",
+        ("model", "recompute_method"): "uniform",
+        ("model", "recompute_num_layers"): 1,
+    }
+
+
+def _rotary(value: Any) -> Settings:
+    del value
+    return {("gpt", "position_embedding_type"): "rope"}
+
+
+def _no_effect(flag: str, why: str) -> LegacyFlag:
+    return LegacyFlag(flag, f"No effect: {why}.", _nothing, f"{flag} has no effect: {why}", _SWITCH)
+
+
+_FLAGS = (
+    LegacyFlag(
+        "--group-query-attention",
+        "Share key/value heads between query heads; --num-query-groups says how many (default 1).",
+        _nothing,
+        None,
+        _SWITCH,
+    ),
+    LegacyFlag(
+        "--batch-size",
+        "Old name of --micro-batch-size.",
+        _to("training", "micro_batch_size"),
+        "--batch-size is an old name: it sets --micro-batch-size",
+        {"type": int, "metavar": "N"},
+    ),
+    LegacyFlag(
+        "--checkpoint-activations",
+        "Old name of full recomputation, one layer at a time.",
+        _full_recompute,
+        "--checkpoint-activations is an old name: it sets --recompute-granularity full "
+        "--recompute-method uniform --recompute-num-layers 1",
+        _SWITCH,
+    ),
+    LegacyFlag(
+        "--use-rotary-position-embeddings",
+        "Old name of --position-embedding-type rope.",
+        _rotary,
+        "--use-rotary-position-embeddings is an old name: it sets --position-embedding-type rope",
+        _SWITCH,
+    ),
+    LegacyFlag(
+        "--rotary-position-embeddings-theta",
+        "Megatron-DeepSpeed's name of --rotary-base.",
+        _to("gpt", "rotary_base"),
+        None,
+        {"type": float, "metavar": "X"},
+    ),
+    LegacyFlag(
+        "--data-impl",
+        "Only mmap files exist; accepted so that old commands run.",
+        _nothing,
+        "--data-impl has no effect: data files are always the mmap kind",
+        {"choices": ["mmap", "infer", "cached"]},
+    ),
+    LegacyFlag(
+        "--dataset-impl",
+        "Only mmap files exist; accepted so that old commands run.",
+        _nothing,
+        "--dataset-impl has no effect: data files are always the mmap kind",
+        {"choices": ["mmap"]},
+    ),
+    LegacyFlag(
+        "--overlap-comm",
+        "DeepSpeed's name of --overlap-grad-reduce.",
+        _to("ddp", "overlap_grad_reduce"),
+        "--overlap-comm is DeepSpeed's name: it sets --overlap-grad-reduce",
+        _SWITCH,
+    ),
+    LegacyFlag(
+        "--reduce-scatter-bucket-size",
+        "DeepSpeed's name of --ddp-bucket-size, in elements.",
+        _to("ddp", "bucket_size"),
+        "--reduce-scatter-bucket-size is DeepSpeed's name: it sets --ddp-bucket-size",
+        {"type": int, "metavar": "N"},
+    ),
+    LegacyFlag(
+        "--allgather-bucket-size",
+        "DeepSpeed's name of --ddp-bucket-size, in elements.",
+        _to("ddp", "bucket_size"),
+        "--allgather-bucket-size is DeepSpeed's name: it sets --ddp-bucket-size",
+        {"type": int, "metavar": "N"},
+    ),
+    LegacyFlag(
+        "--DDP-impl",
+        "Only Megatron's own (local) data parallelism exists.",
+        _nothing,
+        "--DDP-impl local has no effect: it is the only kind",
+        {"choices": ["local"]},
+    ),
+    LegacyFlag(
+        "--transformer-impl",
+        "Only the local implementation exists.",
+        _nothing,
+        "--transformer-impl local has no effect: it is the only one",
+        {"choices": ["local"]},
+    ),
+    LegacyFlag(
+        "--ckpt-format",
+        "mcore writes one format, which every layout reads.",
+        _nothing,
+        "--ckpt-format has no effect: checkpoints are always written in mcore's own format",
+        {"choices": ["torch_dist", "torch"]},
+    ),
+    _no_effect("--use-mcore-models", "there is one set of models"),
+    _no_effect("--use-flash-attn", "attention always takes torch's fastest kernel"),
+    _no_effect("--calculate-per-token-loss", "the loss is always per token of the global batch"),
+    _no_effect(
+        "--accumulate-allreduce-grads-in-fp32", "gradients are always accumulated in float32"
+    ),
+    _no_effect("--use-cpu-initialization", "initial weights never depend on the device or layout"),
+    _no_effect("--no-async-tensor-model-parallel-allreduce", "overlap never changes the numbers"),
+    _no_effect("--use-dist-ckpt", "checkpoints are always distributed"),
+)
+
+LEGACY: dict[str, LegacyFlag] = {item.flag.strip("-").replace("-", "_"): item for item in _FLAGS}
+
+_NOT_BUILT: Mapping[str, tuple[str, ...]] = {
+    "sharded optimizer states and parameters (ZeRO) are not built yet; drop it": (
+        "--use-distributed-optimizer",
+        "--overlap-param-gather",
+        "--data-parallel-sharding-strategy",
+        "--num-distributed-optimizer-instances",
+        "--zero-stage",
+        "--use-torch-fsdp2",
+        "--use-megatron-fsdp",
+        "--cpu-optimizer",
+        "--optimizer-cpu-offload",
+        "--use-precision-aware-optimizer",
+    ),
+    "DeepSpeed JSON configuration is not read yet; give the same settings as flags": (
+        "--deepspeed",
+        "--deepspeed_config",
+        "--deepspeed-activation-checkpointing",
+        "--partition-activations",
+    ),
+    "fp16 with loss scaling is not built yet; use --bf16 or float32": (
+        "--fp16",
+        "--loss-scale",
+        "--initial-loss-scale",
+        "--min-loss-scale",
+        "--loss-scale-window",
+        "--hysteresis",
+    ),
+    "uneven pipeline stages are not built yet; use a number of layers that divides": (
+        "--decoder-first-pipeline-num-layers",
+        "--decoder-last-pipeline-num-layers",
+        "--account-for-embedding-in-pipeline-split",
+        "--account-for-loss-in-pipeline-split",
+        "--pipeline-model-parallel-layout",
+        "--num-layers-per-virtual-pipeline-stage",
+    ),
+    "batch-size ramp-up is not built yet; use a constant --global-batch-size": (
+        "--rampup-batch-size",
+        "--step-batch-size-schedule",
+        "--decrease-batch-size-if-needed",
+    ),
+    "selective recomputation is not built yet; use --recompute-granularity full "
+    "--recompute-method uniform --recompute-num-layers 1": (
+        "--recompute-activations",
+        "--recompute-modules",
+        "--distribute-saved-activations",
+    ),
+    "asynchronous saving is not built yet; drop it (saves block the step)": ("--async-save",),
+    "this optimizer option is not built yet; drop it": (
+        "--decoupled-lr",
+        "--decoupled-min-lr",
+    ),
+    "mixture-of-experts models are not built; drop it": (
+        "--num-experts",
+        "--expert-model-parallel-size",
+        "--expert-tensor-parallel-size",
+    ),
+}
+
+
+def refused_flags() -> dict[str, str]:
+    """Known flags of Megatron and DeepSpeed that mcore lacks, with what to do instead."""
+    return {flag: reason for reason, flags in _NOT_BUILT.items() for flag in flags}

@@ -1,0 +1,117 @@
+"""The training loop: steps, and between them logging, evaluation, saving and leaving."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mcore.config.run import Resolved, RunConfig
+from mcore.data.builder import Datasets
+from mcore.data.gpt_dataset import SampleDataset
+from mcore.log import get_logger
+from mcore.training import checkpointing
+from mcore.training.batches import BatchStream, build_stream
+from mcore.training.initialize import Runtime
+from mcore.training.logging import RunLog
+from mcore.training.setup import TrainState
+from mcore.training.step import StepFunctions, settle
+
+
+@dataclass(slots=True)
+class Run:
+    """A run that is ready to train.
+
+    Attributes:
+        config: the whole configuration.
+        resolved: batch arithmetic and length.
+        runtime: groups and device.
+        state: model, optimizer, schedule and progress.
+        steps: training and evaluation step.
+        datasets: training, validation and test.
+        log: writes what happens.
+    """
+
+    config: RunConfig
+    resolved: Resolved
+    runtime: Runtime
+    state: TrainState
+    steps: StepFunctions
+    datasets: Datasets
+    log: RunLog
+
+    def train(self) -> None:
+        """Train to the end, or to the exit interval; saves, evaluates and logs on the way."""
+        state, options = self.state, self.config.checkpoint
+        train_set = self.datasets[0]
+        assert train_set is not None
+        streams = self._streams(train_set, state.consumed_train_samples)
+        saved = state.iteration
+        self.log.restart_clock()
+        try:
+            while state.iteration < self.resolved.train_iters:
+                outcome = self.steps.train(state, streams)
+                self.log.step(state, outcome)
+                if self._evaluation_is_due():
+                    self.evaluate("valid", 1)
+                if options.save_interval and state.iteration % options.save_interval == 0:
+                    self.save()
+                    saved = state.iteration
+                if self._exit_is_due():
+                    get_logger().info("exiting at iteration %d (--exit-interval)", state.iteration)
+                    break
+        finally:
+            close(streams)
+        if options.save is not None and saved != state.iteration:
+            self.save()
+
+    def evaluate(self, split: str, dataset: int) -> float | None:
+        """Measure the loss on the validation (1) or test (2) set; training never notices."""
+        samples = self.datasets[dataset]
+        iterations = self.config.evaluation.eval_iters
+        if samples is None or iterations == 0:
+            return None
+        evaluations = (self.state.iteration - 1) // self.config.evaluation.eval_interval
+        consumed = max(0, evaluations) * iterations * self.resolved.global_batch_size
+        streams = self._streams(samples, consumed if split == "valid" else 0)
+        try:
+            loss = self.steps.evaluate(self.state.chunks, streams, iterations)
+        finally:
+            close(streams)
+        self.log.evaluation(split, self.state, loss)
+        self.log.restart_clock()
+        return loss
+
+    def save(self) -> None:
+        """Write a checkpoint of the finished iteration."""
+        settle(self.state)
+        self.log.flush()
+        checkpointing.save(self.state, self.config, self.runtime.ctx)
+        self.log.restart_clock()
+
+    def _streams(self, dataset: SampleDataset, consumed_samples: int) -> list[BatchStream]:
+        return [
+            build_stream(
+                dataset,
+                ctx=self.runtime.ctx,
+                micro_batch_size=self.resolved.micro_batch_size,
+                consumed_samples=consumed_samples,
+                num_workers=self.config.data.num_workers,
+                seed=self.config.training.seed,
+                device=self.runtime.device,
+                reads_tokens=stage.reads_tokens,
+            )
+            for stage in self.state.stages
+        ]
+
+    def _evaluation_is_due(self) -> bool:
+        return self.state.iteration % self.config.evaluation.eval_interval == 0
+
+    def _exit_is_due(self) -> bool:
+        interval = self.config.training.exit_interval
+        return interval is not None and self.state.iteration % interval == 0
+
+
+def close(streams: Sequence[BatchStream]) -> None:
+    """End the reading threads of every stream."""
+    for stream in streams:
+        stream.close()

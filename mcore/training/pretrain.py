@@ -1,0 +1,130 @@
+"""The main program around any model: parse, join the job, build, load, train, evaluate, save."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import time
+from collections.abc import Sequence
+
+from mcore.config.checks import check
+from mcore.config.run import RunConfig, resolve
+from mcore.errors import CheckpointError, McoreError
+from mcore.log import get_logger, report_error, warn_ignored
+from mcore.pipeline_parallel.executor import ForwardStepFunc
+from mcore.tokenizers import build_tokenizer
+from mcore.training import checkpointing
+from mcore.training.arguments import Arguments, ExtraArguments, build_config, overrides, parse
+from mcore.training.initialize import Launch, finish, initialize, leave_now, read_launch
+from mcore.training.logging import RunLog
+from mcore.training.loop import Run
+from mcore.training.setup import (
+    DatasetsProvider,
+    ModelProvider,
+    build_state,
+    check_datasets,
+    data_sizes,
+)
+from mcore.training.step import StepFunctions
+
+#: Rank 0 prints what is wrong with a command line; the others give it this long to do so.
+_OTHERS_WAIT_SECONDS = 3.0
+
+
+def pretrain(
+    datasets_provider: DatasetsProvider,
+    model_provider: ModelProvider,
+    forward_step: ForwardStepFunc,
+    extra_args_provider: ExtraArguments | None = None,
+    argv: Sequence[str] | None = None,
+) -> None:
+    """Train a model from the command line; the process exits non-zero with one message on an error.
+
+    Args:
+        datasets_provider: `(config, (train, valid, test) samples) -> three data sets or None`.
+        model_provider: `(config, stage) -> module`: the part of the model that a stage holds.
+        forward_step: `(data_iterator, model) -> (output, loss_func)`; see
+            `mcore.pipeline_parallel`.
+        extra_args_provider: adds a program's own arguments to the parser.
+        argv: command line; that of the process when None.
+    """
+    launch = Launch(0, 1, 0)
+    try:
+        arguments = parse(sys.argv[1:] if argv is None else argv, extra_args_provider)
+        launch = read_launch(arguments.get("runtime", "local_rank"))
+        config, notes = _configure(arguments, launch)
+        loads = checkpointing.check_directories(config)
+    except McoreError as error:
+        _refuse(error, launch)
+    try:
+        _run(config, notes, loads, launch, (datasets_provider, model_provider, forward_step))
+    except McoreError as error:
+        report_error(f"rank {launch.rank}: {error}")
+        leave_now(1)
+
+
+def _refuse(error: McoreError, launch: Launch) -> None:
+    """Leave before any process group exists. All ranks see the same error, one of them tells it."""
+    if launch.rank == 0:
+        report_error(str(error))
+    else:
+        time.sleep(_OTHERS_WAIT_SECONDS)
+    sys.exit(2)
+
+
+def _configure(arguments: Arguments, launch: Launch) -> tuple[RunConfig, list[str]]:
+    """The checked configuration, and what to tell the user about how it came about."""
+    notes = list(arguments.notes)
+    options = None
+    if arguments.get("checkpoint", "use_checkpoint_args"):
+        load = arguments.get("checkpoint", "load")
+        if load is None:
+            raise CheckpointError("--use-checkpoint-args needs --load DIR")
+        options = checkpointing.stored_model_options(load, arguments.get("checkpoint", "ckpt_step"))
+        notes += overrides(arguments, options)
+    config = build_config(arguments, options)
+    check(config, launch.world_size)
+    return config, notes
+
+
+def _run(
+    config: RunConfig,
+    notes: list[str],
+    loads: bool,
+    launch: Launch,
+    providers: tuple[DatasetsProvider, ModelProvider, ForwardStepFunc],
+) -> None:
+    datasets_provider, model_provider, forward_step = providers
+    runtime = initialize(config, launch)
+    for note in notes:
+        get_logger().info("note: %s", note)
+    if config.model.sequence_parallel and config.model.tensor_model_parallel_size == 1:
+        warn_ignored("--sequence-parallel", "the tensor-parallel size is 1")
+    tokenizer = build_tokenizer(config.tokenizer)
+    config = dataclasses.replace(
+        config, tokenizer=dataclasses.replace(config.tokenizer, vocab_size=tokenizer.vocab_size)
+    )
+    resolved = resolve(config, launch.world_size)
+    sizes = data_sizes(config, resolved)
+    datasets = datasets_provider(config, sizes)
+    check_datasets(datasets, sizes, config)
+    state = build_state(config, resolved, runtime, model_provider)
+    if loads:
+        checkpointing.load(state, config, runtime.ctx)
+    if state.iteration > resolved.train_iters:
+        raise CheckpointError(
+            f"the checkpoint is of iteration {state.iteration}, beyond the {resolved.train_iters} "
+            "iterations of this run; raise --train-iters"
+        )
+    log = RunLog(config, resolved, runtime, state.iteration)
+    steps = StepFunctions(forward_step, resolved, runtime)
+    run = Run(config, resolved, runtime, state, steps, datasets, log)
+    try:
+        if not config.training.skip_train:
+            run.train()
+        if state.iteration == resolved.train_iters or config.training.skip_train:
+            run.evaluate("valid", 1)
+            run.evaluate("test", 2)
+    finally:
+        log.close()
+    finish()

@@ -1,0 +1,70 @@
+"""The full-precision record of a run: one JSON object per line."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mcore.errors import ConfigError, DataError
+
+
+class RecordFile:
+    """Appends objects to a JSON-lines file; a resumed run first drops what lies beyond its start.
+
+    Args:
+        path: the file; its directory is made if absent.
+        iteration: finished iterations at the start; records beyond are dropped.
+
+    Raises:
+        ConfigError: the file cannot be written.
+        DataError: a line that is not a record (other than a last line cut short by a kill).
+    """
+
+    def __init__(self, path: str, iteration: int) -> None:
+        self._path = Path(path)
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._keep_until(iteration)
+            self._file = self._path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--metrics-jsonl {path} cannot be written: {error}") from error
+
+    def _keep_until(self, iteration: int) -> None:
+        if not self._path.exists():
+            return
+        lines = self._path.read_text(encoding="utf-8").splitlines()
+        kept = []
+        for number, line in enumerate(lines, 1):
+            record = self._parse(line, number, is_last=number == len(lines))
+            if record is not None and record["iteration"] <= iteration:
+                kept.append(line)
+        if len(kept) == len(lines):
+            return
+        shortened = self._path.with_name(self._path.name + ".tmp")
+        shortened.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+        os.replace(shortened, self._path)
+
+    def _parse(self, line: str, number: int, is_last: bool) -> dict[str, Any] | None:
+        try:
+            record = json.loads(line)
+            if isinstance(record, dict) and isinstance(record.get("iteration"), int):
+                return record
+        except ValueError:
+            if is_last:
+                return None  # cut short when the writer was killed
+        raise DataError(
+            f"{self._path} line {number} is not a record of a run; give --metrics-jsonl another "
+            f"file"
+        )
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Append one object and hand it to the operating system."""
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()

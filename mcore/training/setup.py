@@ -1,0 +1,178 @@
+"""Build what training needs: model chunks, optimizer, schedule, data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from mcore.config.run import Resolved, RunConfig
+from mcore.data.builder import Datasets
+from mcore.distributed import DistributedDataParallel
+from mcore.errors import ConfigError
+from mcore.log import get_logger
+from mcore.optimizer import (
+    MegatronOptimizer,
+    OptimizerParamScheduler,
+    get_megatron_optimizer,
+    get_optimizer_param_scheduler,
+)
+from mcore.pipeline_parallel.placement import StagePlacement
+from mcore.pipeline_parallel.stages import split_layers, stage_layers
+from mcore.topology.collectives import all_gather_object
+from mcore.topology.context import ParallelContext
+from mcore.topology.param_sharding import sharding_of
+from mcore.training.initialize import Runtime
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """The part of the model that one chunk is.
+
+    Attributes:
+        pre_process: it embeds tokens.
+        post_process: it computes the loss.
+        layers: global numbers of its layers.
+        vp_stage: its number on this rank, or None without virtual stages.
+    """
+
+    pre_process: bool
+    post_process: bool
+    layers: range
+    vp_stage: int | None
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether the chunk needs tokens or labels."""
+        return self.pre_process or self.post_process
+
+
+ModelProvider = Callable[[RunConfig, Stage], nn.Module]
+DatasetsProvider = Callable[[RunConfig, tuple[int | None, int | None, int | None]], Datasets]
+
+
+@dataclass(frozen=True, slots=True)
+class UnsettledUpdate:
+    """An update of which the host does not know yet whether it was made.
+
+    Attributes:
+        applied: bool scalar on the device.
+        samples: what the schedule advances by if it was.
+    """
+
+    applied: Tensor
+    samples: int
+
+
+@dataclass(slots=True)
+class TrainState:
+    """What one training step changes, and what a checkpoint holds.
+
+    Attributes:
+        chunks: wrapped model chunks of this rank.
+        stages: which part of the model each chunk is.
+        optimizer: updates the parameters.
+        scheduler: learning rate and weight decay.
+        iteration: finished optimizer steps.
+        consumed_train_samples: samples of the training stream that were used.
+        skipped_iterations: steps whose update was left out since a gradient was not finite.
+        unsettled: the last update, until `step.settle` has looked at it.
+    """
+
+    chunks: list[DistributedDataParallel]
+    stages: list[Stage]
+    optimizer: MegatronOptimizer
+    scheduler: OptimizerParamScheduler
+    iteration: int = 0
+    consumed_train_samples: int = 0
+    skipped_iterations: int = 0
+    unsettled: UnsettledUpdate | None = None
+
+
+def plan_stages(config: RunConfig, ctx: ParallelContext) -> list[Stage]:
+    """Which part of the model each chunk of this rank is."""
+    vpp = config.model.virtual_pipeline_model_parallel_size
+    placement = StagePlacement.usual(ctx.pp.size, vpp or 1)
+    split = split_layers(config.model.num_layers, ctx.pp.size, vpp or 1)
+    return [
+        Stage(
+            pre_process=placement.is_first_stage(ctx.pp.rank, chunk),
+            post_process=placement.is_last_stage(ctx.pp.rank, chunk),
+            layers=stage_layers(split, placement.stage(ctx.pp.rank, chunk)),
+            vp_stage=None if vpp is None else chunk,
+        )
+        for chunk in range(vpp or 1)
+    ]
+
+
+def build_state(
+    config: RunConfig, resolved: Resolved, runtime: Runtime, model_provider: ModelProvider
+) -> TrainState:
+    """Build model, optimizer and schedule of this rank.
+
+    Comm: counting parameters gathers one number per rank.
+    """
+    stages = plan_stages(config, runtime.ctx)
+    chunks = []
+    for stage in stages:
+        module = model_provider(config, stage).to(runtime.device)
+        chunks.append(
+            DistributedDataParallel(config.model, config.ddp, module, context=runtime.ctx)
+        )
+    report_parameters(chunks, runtime.ctx)
+    optimizer = get_megatron_optimizer(config.optimizer, chunks, context=runtime.ctx)
+    in_samples = config.training.train_iters is None
+    scheduler = get_optimizer_param_scheduler(
+        optimizer,
+        config.optimizer,
+        config.scheduler,
+        global_batch_size=resolved.global_batch_size,
+        train_iters=None if in_samples else resolved.train_iters,
+        train_samples=config.training.train_samples,
+    )
+    return TrainState(chunks, stages, optimizer, scheduler)
+
+
+def report_parameters(chunks: list[DistributedDataParallel], ctx: ParallelContext) -> int:
+    """Count each logical parameter of the model once and say so; padding is not counted."""
+    own = sum(
+        view.numel()
+        for chunk in chunks
+        for param in chunk.parameters()
+        for view in sharding_of(param, ctx.tp).owned(param)
+    )
+    total = sum(all_gather_object(own, ctx.mp))
+    held = sum(param.numel() for chunk in chunks for param in chunk.parameters())
+    get_logger().info("model: %s parameters, %s on this rank", f"{total:,}", f"{held:,}")
+    return total
+
+
+def data_sizes(config: RunConfig, resolved: Resolved) -> tuple[int, int, int]:
+    """Samples needed of each split: (training, validation, test), Megatron's rule."""
+    batch, iters = resolved.global_batch_size, config.evaluation.eval_iters
+    evaluations = resolved.train_iters // config.evaluation.eval_interval + 1
+    train = config.training.train_samples or resolved.train_iters * batch
+    return train, evaluations * iters * batch, iters * batch
+
+
+def check_datasets(datasets: Datasets, sizes: tuple[int, int, int], config: RunConfig) -> None:
+    """Refuse data that would run out or be missing in the middle of the run.
+
+    Raises:
+        ConfigError: no training data, or less than one evaluation or the training needs.
+    """
+    names = ("training", "validation", "test")
+    if datasets[0] is None:
+        raise ConfigError(
+            "the training split is empty; give it a share in --split, such as 100,0,0"
+        )
+    for name, dataset, size in zip(names, datasets, sizes, strict=True):
+        if dataset is not None and len(dataset) < size:
+            raise ConfigError(
+                f"the {name} data has {len(dataset)} samples, {size} are needed; train or evaluate "
+                "for fewer iterations, or add data (several prefixes without weights are never "
+                "repeated: give them weights)"
+            )
+    if config.evaluation.eval_iters and datasets[1] is None:
+        get_logger().warning("there is no validation data: nothing will be evaluated")

@@ -1,0 +1,202 @@
+"""One training step, and one evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcore.config.run import Resolved
+from mcore.distributed import DistributedDataParallel, finalize_model_grads
+from mcore.pipeline_parallel.executor import ForwardStepFunc
+from mcore.pipeline_parallel.hooks import ScheduleHooks
+from mcore.pipeline_parallel.schedules import get_forward_backward_func
+from mcore.topology.collectives import all_reduce_
+from mcore.topology.context import ParallelContext
+from mcore.training.batches import BatchStream
+from mcore.training.initialize import Runtime
+from mcore.training.setup import TrainState, UnsettledUpdate
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """What a step computed; tensors stay on the device until they are logged.
+
+    Attributes:
+        loss: mean loss over the valid tokens of the global batch, float64 scalar.
+        grad_norm: L2 norm of that loss's gradient before clipping, float64 scalar.
+        num_tokens: valid tokens of the global batch, float64 scalar.
+        applied: whether the update was made, bool scalar (not where a gradient was not finite).
+        learning_rate: the rate that this step applied.
+        weight_decay: the decay that this step applied.
+        loss_scale: what the loss was multiplied by.
+    """
+
+    loss: Tensor
+    grad_norm: Tensor
+    num_tokens: Tensor
+    applied: Tensor
+    learning_rate: float
+    weight_decay: float
+    loss_scale: Tensor
+
+
+class StepFunctions:
+    """The training step and the evaluation step of one run.
+
+    Args:
+        forward_step: the user's `(data_iterator, model) -> (output, loss_func)`.
+        resolved: batch arithmetic.
+        runtime: groups and device.
+    """
+
+    def __init__(self, forward_step: ForwardStepFunc, resolved: Resolved, runtime: Runtime) -> None:
+        self._forward_step = forward_step
+        self._resolved = resolved
+        self._runtime = runtime
+        self._schedule = get_forward_backward_func()
+        # Dividing before backward keeps low-precision gradients in range; finalize multiplies back.
+        self._denominator = float(resolved.global_batch_size * resolved.seq_length)
+
+    def train(self, state: TrainState, streams: Sequence[BatchStream]) -> StepOutcome:
+        """One optimizer update over the global batch; every rank of the job takes part.
+
+        The loss is a sum over tokens divided once by the number of valid tokens of the global
+        batch.
+        """
+        for chunk in state.chunks:
+            chunk.zero_grad_buffer()
+        state.optimizer.zero_grad()
+        for stream in streams:
+            stream.iteration = state.iteration + 1
+        loss_scale = state.optimizer.get_loss_scale()
+        records = self._run(state.chunks, streams, self._hooks(state))
+        loss, num_tokens = reduce_loss(records, self._runtime)
+        settle(state)
+        learning_rate, weight_decay = applied_rates(state)
+        update = state.optimizer.step()
+        state.unsettled = UnsettledUpdate(
+            update.update_successful, self._resolved.global_batch_size
+        )
+        state.iteration += 1
+        state.consumed_train_samples += self._resolved.global_batch_size
+        return StepOutcome(
+            loss=loss,
+            grad_norm=update.grad_norm,
+            num_tokens=num_tokens,
+            applied=update.update_successful,
+            learning_rate=learning_rate,
+            weight_decay=weight_decay,
+            loss_scale=loss_scale,
+        )
+
+    @torch.no_grad()
+    def evaluate(
+        self,
+        chunks: Sequence[DistributedDataParallel],
+        streams: Sequence[BatchStream],
+        iterations: int,
+    ) -> float:
+        """Mean loss over the valid tokens of `iterations` global batches; changes nothing."""
+        for chunk in chunks:
+            chunk.eval()
+        total = torch.zeros(2, dtype=torch.float64, device=self._runtime.device)
+        for _ in range(iterations):
+            records = self._run(chunks, streams, ScheduleHooks(), forward_only=True)
+            loss, num_tokens = reduce_loss(records, self._runtime)
+            total += torch.stack([loss * num_tokens, num_tokens])
+        for chunk in chunks:
+            chunk.train()
+        return float(total[0] / total[1])
+
+    def _run(
+        self,
+        chunks: Sequence[DistributedDataParallel],
+        streams: Sequence[BatchStream],
+        hooks: ScheduleHooks,
+        forward_only: bool = False,
+    ) -> list[Any]:
+        interleaved = len(chunks) > 1
+        return self._schedule(
+            forward_step_func=self._forward_step,
+            data_iterator=list(streams) if interleaved else streams[0],
+            model=list(chunks) if interleaved else chunks[0],
+            num_microbatches=self._resolved.num_microbatches,
+            seq_length=self._resolved.seq_length,
+            micro_batch_size=self._resolved.micro_batch_size,
+            forward_only=forward_only,
+            hooks=hooks,
+        )
+
+    def _hooks(self, state: TrainState) -> ScheduleHooks:
+        chunks = state.chunks
+        return ScheduleHooks(
+            no_sync=lambda chunk: chunks[chunk].no_sync(),
+            start_grad_sync=lambda chunk: chunks[chunk].start_grad_sync(),
+            scale_loss=lambda loss: state.optimizer.scale_loss(loss / self._denominator),
+            finalize_grads=lambda num_tokens: finalize_model_grads(
+                chunks,
+                num_tokens,
+                loss_denominator=self._denominator,
+                context=self._runtime.ctx,
+            ),
+        )
+
+
+def settle(state: TrainState) -> None:
+    """Let the schedule follow the last update, now that it is known whether it was made.
+
+    It is asked as late as possible: right before the next update, or before the state is saved. By then
+    the device has long finished, so that no step waits for it.
+    """
+    last, state.unsettled = state.unsettled, None
+    if last is None:
+        return
+    if bool(last.applied):
+        state.scheduler.step(increment=last.samples)
+    else:
+        state.skipped_iterations += 1
+
+
+def applied_rates(state: TrainState) -> tuple[float, float]:
+    """Learning rate and weight decay that the coming step applies, before group multipliers."""
+    scheduler = state.scheduler
+    group = next((g for g in state.optimizer.param_groups if g["params"]), None)
+    lr = scheduler.get_lr(group if group is not None else {})
+    return lr, scheduler.get_wd()
+
+
+def reduce_loss(records: Sequence[Any], runtime: Runtime) -> tuple[Tensor, Tensor]:
+    """Mean loss and number of valid tokens of the global batch, on every rank.
+
+    op=sum group=dp-cp, then pp (only the last stage has records) dtype=float64 normaliser=valid
+    tokens
+    """
+    ctx: ParallelContext = runtime.ctx
+    totals = torch.zeros(2, dtype=torch.float64, device=runtime.device)
+    for record in records:
+        loss_sum, num_tokens = read_record(record)
+        totals += torch.stack([loss_sum.detach().double(), num_tokens.detach().double()])
+    all_reduce_(totals, ctx.dp_cp)
+    all_reduce_(totals, ctx.pp)
+    return totals[0] / totals[1].clamp(min=1.0), totals[1]
+
+
+def read_record(record: Any) -> tuple[Tensor, Tensor]:
+    """(sum of losses, number of tokens) of a micro batch.
+
+    A record is `(loss_sum, num_tokens)`, or Megatron's dictionary whose first entry is the reported
+    loss: a pair (sum, tokens), or a mean, which counts as one token.
+    """
+    if isinstance(record, dict):
+        record = next(iter(record.values()))
+    if isinstance(record, Tensor) and record.numel() == 2:
+        return record.flatten()[0], record.flatten()[1]
+    if isinstance(record, (tuple, list)):
+        loss_sum, num_tokens = record
+        return torch.as_tensor(loss_sum), torch.as_tensor(num_tokens, device=loss_sum.device)
+    mean = torch.as_tensor(record)
+    return mean, torch.ones_like(mean)
