@@ -233,11 +233,15 @@ class PipelineExecutor:
         return self.p2p.receive(message)
 
     def _set_input(self, chunk: int, received: Tensor | None) -> None:
-        for module in _wrapped(self.chunks[chunk]):
-            if isinstance(module, TakesInputTensor):
-                module.set_input_tensor([received])
-                return
-        if received is not None:
+        modules = list(_wrapped(self.chunks[chunk]))
+        takers = [module for module in modules if isinstance(module, TakesInputTensor)]
+        if received is None:
+            # A first stage need not have the method, and a wrapper that passes the call on would
+            # fail there.
+            takers = [module for module in takers if module is modules[-1]]
+        if takers:
+            takers[-1].set_input_tensor([received])
+        elif received is not None:
             raise ScheduleError(
                 f"chunk {chunk} of pipeline rank {self.rank} "
                 f"({type(self.chunks[chunk]).__name__}) is not the first stage and needs a method "

@@ -31,7 +31,7 @@ class P2PCommunicator:
 
     Batches end in the order in which they were posted: `receive` waits for the batch that brings
     the tensor and for all before it, on every backend. On NCCL that is what the communicator's
-    stream does, and waiting costs the host nothing; on gloo it bounds how many sent tensors are
+    stream does, and waiting costs the host nothing; on gloo it bounds how long sent tensors are
     held. `communication.py` derives the batches so that this never deadlocks.
 
     Where torch creates communicators at their first use (NCCL without a bound device), the first

@@ -47,15 +47,16 @@ def hooks_from_config(config: Any, chunks: Sequence[nn.Module]) -> ScheduleHooks
 
     Args:
         config: an object with any of no_sync_func, grad_sync_func, param_sync_func (a callable, or
-            a list with one a chunk), finalize_model_grads_func, grad_scale_func and
-            calculate_per_token_loss; None for none of them.
+            a list with one a chunk), finalize_model_grads_func and grad_scale_func; None for none
+            of them.
         chunks: this rank's model chunks.
 
     Returns:
         Hooks with Megatron's calls: `no_sync_func()`, `grad_sync_func(parameters)`,
-        `param_sync_func(parameters)`, `finalize_model_grads_func(chunks, num_tokens)` with
-        num_tokens None unless calculate_per_token_loss, `grad_scale_func(loss)`. Without a
-        no_sync_func, chunks with a `no_sync` method (DDP) are asked themselves.
+        `param_sync_func(parameters)`, `finalize_model_grads_func(chunks, num_tokens)`,
+        `grad_scale_func(loss)`. num_tokens is always a tensor, see `ScheduleHooks.finalize_grads`:
+        what loss_func returns, not calculate_per_token_loss, says whether the loss is a sum.
+        Without a no_sync_func, chunks with a `no_sync` method (DDP) are asked themselves.
     """
     given: dict[str, Any] = {}
     no_sync = _per_chunk(_read(config, "no_sync_func"), chunks)
@@ -72,8 +73,7 @@ def hooks_from_config(config: Any, chunks: Sequence[nn.Module]) -> ScheduleHooks
             given[hook] = _with_parameters(functions, chunks)
     finalize = _read(config, "finalize_model_grads_func")
     if finalize is not None:
-        counts_tokens = bool(_read(config, "calculate_per_token_loss"))
-        given["finalize_grads"] = _finalize(finalize, chunks, counts_tokens)
+        given["finalize_grads"] = _finalize(finalize, chunks)
     scale = _read(config, "grad_scale_func")
     if scale is not None:
         given["scale_loss"] = scale
@@ -165,9 +165,9 @@ def _with_parameters(
 
 
 def _finalize(
-    function: Callable[..., Any], chunks: Sequence[nn.Module], counts_tokens: bool
+    function: Callable[..., Any], chunks: Sequence[nn.Module]
 ) -> Callable[[Tensor], None]:
     def finalize(num_tokens: Tensor) -> None:
-        function(list(chunks), num_tokens if counts_tokens else None)
+        function(list(chunks), num_tokens)
 
     return finalize

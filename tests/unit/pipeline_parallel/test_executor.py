@@ -244,6 +244,27 @@ def test_what_travels_must_be_one_tensor():
         run([Stage(0, 2), Stage(1, 2)], 1, forward_step_func=forward_step)
 
 
+def test_a_first_stage_needs_no_set_input_tensor():
+    class Wrapper(nn.Module):
+        def __init__(self, module):
+            super().__init__()
+            self.module = module
+
+        def set_input_tensor(self, tensor):
+            self.module.set_input_tensor(tensor)
+
+        def forward(self, tokens):
+            return self.module(tokens)
+
+    records = run([Wrapper(nn.Embedding(7, 1))], 1, forward_step_func=plain_step)
+    assert len(records) == 1
+
+
+def plain_step(iterator, model):
+    tokens, mask = next(iterator)
+    return model(tokens), lambda out: ((out.squeeze(-1) * mask).sum(), mask.sum())
+
+
 def test_a_later_stage_needs_set_input_tensor():
     class Deaf(nn.Module):
         pass
@@ -283,16 +304,17 @@ def test_megatrons_callables_become_hooks():
         finalize_model_grads_func=lambda *call: calls.append(("finalize", len(call[0]), call[1])),
     )
     run(chunks, 2, hooks=hooks_from_config(config, chunks))
-    assert calls == ["no_sync"] * 4 + [("grad", 1, 4), ("grad", 0, 3), ("finalize", 2, None)]
+    *before, (what, num_chunks, tokens) = calls
+    assert before == ["no_sync"] * 4 + [("grad", 1, 4), ("grad", 0, 3)]
+    assert (what, num_chunks, float(tokens)) == ("finalize", 2, reference(2, 2, "sum")[2])
     wanted = reference(2, 2, "sum")[0][0]
     torch.testing.assert_close(gradients(chunks[0]), {n: 2 * g for n, g in wanted.items()})
 
     calls.clear()
     chunks[0].config = config
-    config.calculate_per_token_loss = True
-    run(chunks, 2)  # found through the model's config
+    run(chunks, 2, forward_step_func=forward_step_with("mean"))  # found through the model's config
     (finalize,) = [call for call in calls if call[0] == "finalize"]
-    assert float(finalize[2]) == reference(2, 2, "sum")[2]
+    assert float(finalize[2]) == 1.0
 
 
 def test_one_function_a_chunk():

@@ -108,7 +108,7 @@ def mean_loss(losses: Tensor, mask: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     return total / count, {"lm loss": (total / count).detach()}
 
 
-LOSSES = {"sum": sum_loss, "pair": pair_loss, "mean": mean_loss}
+LOSSES: dict[str, Any] = {"sum": sum_loss, "pair": pair_loss, "mean": mean_loss}
 
 
 def forward_step_with(form: str, sleep: random.Random | None = None):
