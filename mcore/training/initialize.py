@@ -43,10 +43,12 @@ class Runtime:
     Attributes:
         ctx: parallel groups.
         device: where its tensors live.
+        owns_world: this run initialised torch.distributed and ends it.
     """
 
     ctx: ParallelContext
     device: torch.device
+    owns_world: bool
 
     @property
     def is_writer(self) -> bool:
@@ -88,7 +90,8 @@ def initialize(config: RunConfig, launch: Launch) -> Runtime:
     if backend == "nccl" and device.type != "cuda":
         raise ConfigError("distributed_backend is nccl but the device is the CPU; use gloo")
     minutes = config.runtime.distributed_timeout_minutes
-    if launch.world_size > 1:
+    owns_world = launch.world_size > 1 and not dist.is_initialized()
+    if owns_world:
         dist.init_process_group(backend, timeout=timedelta(minutes=minutes))
     model = config.model
     ctx = parallel_state.initialize_model_parallel(
@@ -109,7 +112,7 @@ def initialize(config: RunConfig, launch: Launch) -> Runtime:
         ctx.pp.size,
         ctx.dp.size,
     )
-    return Runtime(ctx, device)
+    return Runtime(ctx, device, owns_world)
 
 
 def seed_everything(seed: int, ctx: ParallelContext) -> None:
@@ -124,10 +127,10 @@ def seed_everything(seed: int, ctx: ParallelContext) -> None:
     model_parallel_cuda_manual_seed(base)
 
 
-def finish() -> None:
-    """Leave the job: free the parallel groups and the default group."""
+def finish(runtime: Runtime) -> None:
+    """Leave the job: free the parallel groups, and the default group if this run made it."""
     parallel_state.destroy_model_parallel()
-    if dist.is_initialized():
+    if runtime.owns_world:
         dist.destroy_process_group()
 
 

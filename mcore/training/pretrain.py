@@ -21,6 +21,7 @@ from mcore.training.loop import Run
 from mcore.training.setup import (
     DatasetsProvider,
     ModelProvider,
+    TrainState,
     build_state,
     check_datasets,
     data_sizes,
@@ -29,6 +30,22 @@ from mcore.training.step import StepFunctions
 
 #: Rank 0 prints what is wrong with a command line; the others give it this long to do so.
 _OTHERS_WAIT_SECONDS = 3.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Providers:
+    """What a program supplies about its model and data.
+
+    Attributes:
+        datasets: `(config, (train, valid, test) samples) -> three data sets or None`.
+        model: `(config, stage) -> module`: the part of the model that a stage holds.
+        forward_step: `(data_iterator, model) -> (output, loss_func)`; see
+            `mcore.pipeline_parallel`.
+    """
+
+    datasets: DatasetsProvider
+    model: ModelProvider
+    forward_step: ForwardStepFunc
 
 
 def pretrain(
@@ -41,10 +58,9 @@ def pretrain(
     """Train a model from the command line; the process exits non-zero with one message on an error.
 
     Args:
-        datasets_provider: `(config, (train, valid, test) samples) -> three data sets or None`.
-        model_provider: `(config, stage) -> module`: the part of the model that a stage holds.
-        forward_step: `(data_iterator, model) -> (output, loss_func)`; see
-            `mcore.pipeline_parallel`.
+        datasets_provider: see `Providers`.
+        model_provider: see `Providers`.
+        forward_step: see `Providers`.
         extra_args_provider: adds a program's own arguments to the parser.
         argv: command line; that of the process when None.
     """
@@ -52,28 +68,37 @@ def pretrain(
     try:
         arguments = parse(sys.argv[1:] if argv is None else argv, extra_args_provider)
         launch = read_launch(arguments.get("runtime", "local_rank"))
-        config, notes = _configure(arguments, launch)
-        loads = checkpointing.check_directories(config)
+        prepared = prepare(arguments, launch)
     except McoreError as error:
         _refuse(error, launch)
     try:
-        _run(config, notes, loads, launch, (datasets_provider, model_provider, forward_step))
+        run(prepared, launch, Providers(datasets_provider, model_provider, forward_step))
     except McoreError as error:
         report_error(f"rank {launch.rank}: {error}")
         leave_now(1)
 
 
-def _refuse(error: McoreError, launch: Launch) -> None:
-    """Leave before any process group exists. All ranks see the same error, one of them tells it."""
-    if launch.rank == 0:
-        report_error(str(error))
-    else:
-        time.sleep(_OTHERS_WAIT_SECONDS)
-    sys.exit(2)
+@dataclasses.dataclass(frozen=True, slots=True)
+class Prepared:
+    """A checked command line.
+
+    Attributes:
+        config: the configuration.
+        notes: what to tell the user about how it came about.
+        loads: there is a checkpoint to start from.
+    """
+
+    config: RunConfig
+    notes: tuple[str, ...]
+    loads: bool
 
 
-def _configure(arguments: Arguments, launch: Launch) -> tuple[RunConfig, list[str]]:
-    """The checked configuration, and what to tell the user about how it came about."""
+def prepare(arguments: Arguments, launch: Launch) -> Prepared:
+    """Build and check the configuration; no process group exists yet.
+
+    Raises:
+        McoreError: anything wrong with the options, or with the directories that they name.
+    """
     notes = list(arguments.notes)
     options = None
     if arguments.get("checkpoint", "use_checkpoint_args"):
@@ -84,19 +109,20 @@ def _configure(arguments: Arguments, launch: Launch) -> tuple[RunConfig, list[st
         notes += overrides(arguments, options)
     config = build_config(arguments, options)
     check(config, launch.world_size)
-    return config, notes
+    return Prepared(config, tuple(notes), checkpointing.check_directories(config))
 
 
-def _run(
-    config: RunConfig,
-    notes: list[str],
-    loads: bool,
-    launch: Launch,
-    providers: tuple[DatasetsProvider, ModelProvider, ForwardStepFunc],
-) -> None:
-    datasets_provider, model_provider, forward_step = providers
+def run(prepared: Prepared, launch: Launch, providers: Providers) -> TrainState:
+    """Train, and return what was trained.
+
+    Comm: joins the job that the launcher started, unless torch.distributed is initialised already.
+
+    Raises:
+        McoreError: data, checkpoint or device that cannot be used.
+    """
+    config = prepared.config
     runtime = initialize(config, launch)
-    for note in notes:
+    for note in prepared.notes:
         get_logger().info("note: %s", note)
     if config.model.sequence_parallel and config.model.tensor_model_parallel_size == 1:
         warn_ignored("--sequence-parallel", "the tensor-parallel size is 1")
@@ -106,10 +132,10 @@ def _run(
     )
     resolved = resolve(config, launch.world_size)
     sizes = data_sizes(config, resolved)
-    datasets = datasets_provider(config, sizes)
+    datasets = providers.datasets(config, sizes)
     check_datasets(datasets, sizes, config)
-    state = build_state(config, resolved, runtime, model_provider)
-    if loads:
+    state = build_state(config, resolved, runtime, providers.model)
+    if prepared.loads:
         checkpointing.load(state, config, runtime.ctx)
     if state.iteration > resolved.train_iters:
         raise CheckpointError(
@@ -117,14 +143,24 @@ def _run(
             "iterations of this run; raise --train-iters"
         )
     log = RunLog(config, resolved, runtime, state.iteration)
-    steps = StepFunctions(forward_step, resolved, runtime)
-    run = Run(config, resolved, runtime, state, steps, datasets, log)
+    steps = StepFunctions(providers.forward_step, resolved, runtime)
+    training = Run(config, resolved, runtime, state, steps, datasets, log)
     try:
         if not config.training.skip_train:
-            run.train()
+            training.train()
         if state.iteration == resolved.train_iters or config.training.skip_train:
-            run.evaluate("valid", 1)
-            run.evaluate("test", 2)
+            training.evaluate("valid", 1)
+            training.evaluate("test", 2)
     finally:
         log.close()
-    finish()
+    finish(runtime)
+    return state
+
+
+def _refuse(error: McoreError, launch: Launch) -> None:
+    """Leave before any process group exists. All ranks see the same error, one of them tells it."""
+    if launch.rank == 0:
+        report_error(str(error))
+    else:
+        time.sleep(_OTHERS_WAIT_SECONDS)
+    sys.exit(2)

@@ -149,8 +149,8 @@ class StepFunctions:
 def settle(state: TrainState) -> None:
     """Let the schedule follow the last update, now that it is known whether it was made.
 
-    It is asked as late as possible: right before the next update, or before the state is saved. By then
-    the device has long finished, so that no step waits for it.
+    It is asked as late as possible: right before the next update, or before the state is saved. By
+    then the device has long finished, so that no step waits for it.
     """
     last, state.unsettled = state.unsettled, None
     if last is None:
