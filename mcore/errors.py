@@ -1,23 +1,27 @@
-"""Typed errors. Every message says what, got, wanted and how to fix it."""
+"""Typed errors. Every message says what, got, wanted and how to fix it.
+
+Where Megatron asserts or raises RuntimeError for the same mistake the class is one of those as
+well, so that code which catches them keeps working.
+"""
 
 
 class McoreError(Exception):
     """Base of every error that mcore raises for a user, a file or another rank."""
 
 
-class ConfigError(McoreError, ValueError):
+class ConfigError(McoreError, ValueError, AssertionError):
     """An option, or a combination of options, that cannot be right."""
 
 
-class TopologyError(McoreError, ValueError):
+class TopologyError(McoreError, ValueError, RuntimeError):
     """Sizes that do not fit the world, or a group that this rank is not in."""
 
 
-class NotInitializedError(McoreError, RuntimeError):
+class NotInitializedError(McoreError, RuntimeError, AssertionError):
     """`initialize_model_parallel` has to be called first."""
 
 
-class ShapeError(McoreError, ValueError):
+class ShapeError(McoreError, ValueError, AssertionError):
     """A tensor whose shape does not fit the operation."""
 
 

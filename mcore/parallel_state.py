@@ -157,6 +157,7 @@ def is_unitialized() -> bool:
 
 
 def _handle(group: Group) -> dist.ProcessGroup:
+    """The raw group; a `NotInitializedError` where there is none."""
     if group.handle is None:
         raise NotInitializedError(
             f"group {group.name} has no process group: torch.distributed is not initialised"
@@ -164,8 +165,10 @@ def _handle(group: Group) -> dist.ProcessGroup:
     return group.handle
 
 
-def get_tensor_model_parallel_group() -> dist.ProcessGroup:
-    """Tensor-parallel process group."""
+def get_tensor_model_parallel_group(check_initialized: bool = True) -> dist.ProcessGroup | None:
+    """Tensor-parallel process group; None if absent and `check_initialized` is False."""
+    if not check_initialized and _CONTEXT is None:
+        return None
     return _handle(get_parallel_context().tp)
 
 
@@ -189,8 +192,10 @@ def get_tensor_model_parallel_ranks() -> list[int]:
     return list(get_parallel_context().tp.ranks)
 
 
-def get_pipeline_model_parallel_group() -> dist.ProcessGroup:
-    """Pipeline-parallel process group."""
+def get_pipeline_model_parallel_group(check_initialized: bool = True) -> dist.ProcessGroup | None:
+    """Pipeline-parallel process group; None if absent and `check_initialized` is False."""
+    if not check_initialized and _CONTEXT is None:
+        return None
     return _handle(get_parallel_context().pp)
 
 
@@ -278,8 +283,10 @@ def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
     return _data_group(with_context_parallel).src_rank
 
 
-def get_context_parallel_group() -> dist.ProcessGroup:
-    """Context-parallel process group."""
+def get_context_parallel_group(check_initialized: bool = True) -> dist.ProcessGroup | None:
+    """Context-parallel process group; None if absent and `check_initialized` is False."""
+    if not check_initialized and _CONTEXT is None:
+        return None
     return _handle(get_parallel_context().cp)
 
 
@@ -298,8 +305,10 @@ def get_context_parallel_global_ranks() -> list[int]:
     return list(get_parallel_context().cp.ranks)
 
 
-def get_model_parallel_group() -> dist.ProcessGroup:
-    """Tensor- and pipeline-parallel ranks, which hold one copy of the model."""
+def get_model_parallel_group(check_initialized: bool = True) -> dist.ProcessGroup | None:
+    """Ranks that hold one copy of the model; None if absent and `check_initialized` is False."""
+    if not check_initialized and _CONTEXT is None:
+        return None
     return _handle(get_parallel_context().mp)
 
 
@@ -308,9 +317,23 @@ def get_model_parallel_src_rank() -> int:
     return get_parallel_context().mp.src_rank
 
 
-def get_tensor_and_context_parallel_group() -> dist.ProcessGroup:
-    """Tensor- and context-parallel ranks."""
+def get_tensor_and_context_parallel_group(
+    check_initialized: bool = True,
+) -> dist.ProcessGroup | None:
+    """Tensor- and context-parallel ranks; None if absent and `check_initialized` is False."""
+    if not check_initialized and _CONTEXT is None:
+        return None
     return _handle(get_parallel_context().tp_cp)
+
+
+def get_tensor_and_context_parallel_rank() -> int:
+    """Position in the group of tensor- and context-parallel ranks."""
+    return get_parallel_context().tp_cp.rank
+
+
+def get_tensor_and_context_parallel_world_size() -> int:
+    """Number of tensor- and context-parallel ranks."""
+    return get_parallel_context().tp_cp.size
 
 
 def get_tensor_and_data_parallel_group(with_context_parallel: bool = False) -> dist.ProcessGroup:

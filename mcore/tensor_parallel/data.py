@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -13,13 +14,15 @@ from mcore.parallel_state import tensor_model_parallel_group_or
 from mcore.tensor_parallel.mappings import AnyGroup
 from mcore.topology.collectives import all_gather_object, broadcast_
 
+Key = TypeVar("Key", bound=Hashable)
+
 
 def broadcast_data(
-    keys: Sequence[str],
-    data: Mapping[str, Tensor] | None,
+    keys: Sequence[Key],
+    data: Mapping[Key, Tensor] | None,
     datatype: torch.dtype,
     tp_group: AnyGroup | None = None,
-) -> dict[str, Tensor]:
+) -> dict[Key, Tensor]:
     """Give every tensor-parallel rank the tensors that its first rank has.
 
     Args:
@@ -59,10 +62,10 @@ def broadcast_data(
     return {key: part.view(shape) for key, part, shape in zip(keys, parts, shapes, strict=True)}
 
 
-def _problem(keys: Sequence[str], data: Mapping[str, Tensor], datatype: torch.dtype) -> str | None:
+def _problem(keys: Sequence[Key], data: Mapping[Key, Tensor], datatype: torch.dtype) -> str | None:
     for key in keys:
         if key not in data:
-            return f"batch has no {key!r}; it has {', '.join(sorted(data)) or 'nothing'}"
+            return f"batch has no {key!r}; it has {', '.join(sorted(map(str, data))) or 'nothing'}"
         if data[key].dtype != datatype:
             return f"{key!r} has dtype {data[key].dtype}, expected {datatype}"
     return None

@@ -6,7 +6,9 @@ draws each parameter by name, so that it need not draw what it does not hold.
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import math
 from collections.abc import Callable
 
 import torch
@@ -24,6 +26,16 @@ _BLOCK_ROWS = 64
 def default_init_method(weight: Tensor) -> Tensor:
     """Xavier-normal over the whole matrix, Megatron's usual choice for stand-alone layers."""
     return init.xavier_normal_(weight)
+
+
+def init_method_normal(sigma: float) -> InitMethod:
+    """An initialiser that fills with normal numbers of deviation `sigma`."""
+    return functools.partial(init.normal_, mean=0.0, std=sigma)
+
+
+def scaled_init_method_normal(sigma: float, num_layers: int, multiplier: float = 2.0) -> InitMethod:
+    """The same for weights that write to the residual stream: sigma / sqrt(multiplier x layers)."""
+    return init_method_normal(sigma / math.sqrt(multiplier * num_layers))
 
 
 @torch.no_grad()

@@ -12,6 +12,12 @@ from torch import Tensor, nn
 from mcore.config.parallel import ModelParallelConfig
 from mcore.errors import ConfigError, ShapeError
 from mcore.parallel_state import tensor_model_parallel_group_or
+from mcore.tensor_parallel.attributes import (
+    copy_tensor_model_parallel_attributes,
+    param_is_not_tensor_parallel_duplicate,
+    set_defaults_if_not_set_tensor_model_parallel_attributes,
+    set_tensor_model_parallel_attributes,
+)
 from mcore.tensor_parallel.embedding import VocabParallelEmbedding
 from mcore.tensor_parallel.initialization import (
     InitMethod,
@@ -41,7 +47,11 @@ __all__ = [
     "ColumnParallelLinear",
     "RowParallelLinear",
     "VocabParallelEmbedding",
+    "copy_tensor_model_parallel_attributes",
     "linear_with_grad_accumulation_and_async_allreduce",
+    "param_is_not_tensor_parallel_duplicate",
+    "set_defaults_if_not_set_tensor_model_parallel_attributes",
+    "set_tensor_model_parallel_attributes",
 ]
 
 

@@ -20,6 +20,9 @@ from mcore.parallel_state import parallel_context_or_single
 #: Megatron's name for the state that differs between tensor-parallel ranks.
 _MODEL_PARALLEL_RNG_TRACKER_NAME = "model-parallel-rng"
 
+#: Megatron's name for the state that is alike on all tensor-parallel ranks.
+_DATA_PARALLEL_RNG_TRACKER_NAME = "data-parallel-rng"
+
 #: Megatron's distance between the data-parallel and the tensor-parallel seeds.
 _MODEL_PARALLEL_OFFSET = 2718
 
@@ -86,20 +89,27 @@ class CudaRNGStatesTracker:
 _TRACKER = CudaRNGStatesTracker()
 
 
+def get_data_parallel_rng_tracker_name() -> str:
+    """Name of the state that is alike on all tensor-parallel ranks."""
+    return _DATA_PARALLEL_RNG_TRACKER_NAME
+
+
 def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
     """The tracker of this process."""
     return _TRACKER
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
-    """Seed the default state alike on all tensor-parallel ranks, and a named state per rank.
+    """Seed the default state alike on all tensor-parallel ranks, and the named states.
 
-    The default state (seed itself) is for what is replicated over the tensor-parallel group; the
-    state `model-parallel-rng` (seed + 2718 + tensor-parallel rank) is for what is cut over it.
+    The default state and `data-parallel-rng` (seed itself) are for what is replicated over the
+    tensor-parallel group; `model-parallel-rng` (seed + 2718 + tensor-parallel rank) is for what is
+    cut over it.
     """
     tp_rank = parallel_context_or_single().tp.rank
     _TRACKER.reset()
     device.seed_rng(seed)
+    _TRACKER.add(_DATA_PARALLEL_RNG_TRACKER_NAME, seed)
     _TRACKER.add(_MODEL_PARALLEL_RNG_TRACKER_NAME, seed + _MODEL_PARALLEL_OFFSET + tp_rank)
 
 

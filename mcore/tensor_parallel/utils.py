@@ -1,4 +1,4 @@
-"""Small pure helpers of the parallel layers."""
+"""Small helpers of the parallel layers: exact division, splits, vocabulary ranges."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import torch
 from torch import Tensor
 
 from mcore.errors import ShapeError
+from mcore.parallel_state import tensor_model_parallel_group_or
+from mcore.tensor_parallel.mappings import AnyGroup
+from mcore.topology.collectives import all_gather_along_dim
 
 
 def ensure_divisibility(numerator: int, denominator: int) -> None:
@@ -38,6 +41,34 @@ def split_tensor_along_last_dim(
     size = divide(tensor.shape[-1], num_partitions)
     parts = torch.split(tensor, size, dim=-1)
     return [part.contiguous() for part in parts] if contiguous_split_chunks else list(parts)
+
+
+def split_tensor_into_1d_equal_chunks(
+    tensor: Tensor, new_buffer: bool = False, tp_group: AnyGroup | None = None
+) -> Tensor:
+    """This tensor-parallel rank's run of a tensor's elements, [numel / t].
+
+    Args:
+        tensor: any shape, equal on all ranks.
+        new_buffer: copy the run into memory of its own rather than return a view.
+        tp_group: tensor-parallel group, this process's own when None.
+
+    Raises:
+        ShapeError: the number of elements does not divide by t.
+    """
+    group = tensor_model_parallel_group_or(tp_group)
+    size = divide(tensor.numel(), group.size)
+    run = tensor.reshape(-1).narrow(0, group.rank * size, size)
+    return run.clone() if new_buffer else run
+
+
+def gather_split_1d_tensor(tensor: Tensor, tp_group: AnyGroup | None = None) -> Tensor:
+    """Put together what `split_tensor_into_1d_equal_chunks` split, [numel], without autograd.
+
+    Comm: one all-gather over the tensor-parallel group.
+    """
+    group = tensor_model_parallel_group_or(tp_group)
+    return all_gather_along_dim(tensor.detach().reshape(-1), 0, group)
 
 
 class VocabUtility:

@@ -152,10 +152,26 @@ def replicated_sharding(
 def set_sharding(param: Tensor, sharding: ParamSharding) -> None:
     """Declare how a parameter is cut, with Megatron's attributes beside ours."""
     setattr(param, _ATTRIBUTE, sharding)
-    param.tensor_model_parallel = sharding.tp_dim is not None  # type: ignore[attr-defined]
-    param.partition_dim = -1 if sharding.tp_dim is None else sharding.tp_dim  # type: ignore[attr-defined]
-    param.partition_stride = 1  # type: ignore[attr-defined]
+    set_tensor_model_parallel_attributes(
+        param, sharding.tp_dim is not None, -1 if sharding.tp_dim is None else sharding.tp_dim, 1
+    )
     param.sequence_parallel = sharding.sequence_parallel  # type: ignore[attr-defined]
+
+
+def set_tensor_model_parallel_attributes(
+    tensor: Tensor, is_parallel: bool, dim: int, stride: int
+) -> None:
+    """Declare an even cut of a parameter of a user's own layer, in Megatron's attributes.
+
+    Args:
+        tensor: the parameter, this rank's part.
+        is_parallel: whether the ranks hold different parts.
+        dim: dimension that is cut, -1 where none is.
+        stride: the rows form this many blocks, each cut on its own.
+    """
+    tensor.tensor_model_parallel = is_parallel  # type: ignore[attr-defined]
+    tensor.partition_dim = dim  # type: ignore[attr-defined]
+    tensor.partition_stride = stride  # type: ignore[attr-defined]
 
 
 def sharding_of(param: Tensor, group: Group) -> ParamSharding:
@@ -169,7 +185,7 @@ def sharding_of(param: Tensor, group: Group) -> ParamSharding:
         assert isinstance(declared, ParamSharding)
         return declared
     if param.__dict__.get("tensor_model_parallel", False):
-        dim = param.__dict__["partition_dim"]
+        dim = param.__dict__["partition_dim"] % param.dim()
         others = list(param.shape)
         rows = others.pop(dim) * group.size
         cut = even_rows(rows, group, blocks=param.__dict__["partition_stride"])
