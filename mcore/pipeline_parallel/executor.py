@@ -217,7 +217,7 @@ class PipelineExecutor:
         assert held.input is not None
         # A stage that makes no use of its input owes the stage before a zero all the same.
         answer = torch.zeros_like(held.input) if held.input.grad is None else held.input.grad
-        held.input.grad = None
+        held.input.grad = None  # the chunk may hold on to its input; its gradient moves on
         self._mailbox[message] = answer.detach()
 
     def _post(self, batch: Batch) -> None:
