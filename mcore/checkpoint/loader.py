@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -111,6 +112,7 @@ def load(
     }
     for key, tensor in own.items():
         state[key] = whole_tensor(key, tensor)
+    _report_conversions(metadata, state)
     _dcp_load(state, ShardLoader(directory, metadata), handle)
     for sharded in state.values():
         for view in sharded.padding:
@@ -183,6 +185,13 @@ def _complain(directory: Path, fit: _Fit, unexpected: set[str], allow_missing: b
         if keys:
             lines.append(f"  {title} ({len(keys)}): {', '.join(sorted(keys))}")
     raise CheckpointError("\n".join(lines))
+
+
+def _report_conversions(metadata: CheckpointMetadata, state: Mapping[str, ShardedTensor]) -> None:
+    counts = Counter((metadata.tensors[key].dtype, value.dtype) for key, value in state.items())
+    for (stored, wanted), count in counts.items():
+        if stored != wanted:
+            get_logger().info("%d tensors are converted from %s to %s", count, stored, wanted)
 
 
 def _family(key: str) -> str:

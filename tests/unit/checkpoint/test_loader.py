@@ -109,6 +109,17 @@ def test_readable_with_json_and_safetensors_alone(tmp_path, monkeypatch):
         assert (folder / name).stat().st_size == record["bytes"]
 
 
+def test_the_reader_of_the_format_page_works(tmp_path, monkeypatch):
+    monkeypatch.setattr(sharded_tensor, "CHUNK_BYTES", 64)
+    page = (Path(__file__).parents[3] / "docs" / "checkpoint_format.md").read_text()
+    scope = {}
+    exec(page.split("```python\n")[1].split("```")[0], scope)
+    tensor = torch.arange(60.0).reshape(12, 5)
+    save(tmp_path, 1, {"model.a": tensor, "model.s": torch.tensor(3)}, {})
+    assert torch.equal(scope["read"](tmp_path / "iter_0000001", "model.a"), tensor)
+    assert scope["read"](tmp_path / "iter_0000001", "model.s").item() == 3
+
+
 def test_everything_that_does_not_fit_is_listed_and_nothing_changes(tmp_path):
     stored = {"model.a": torch.ones(3), "model.b": torch.ones(4), "exp_avg.a": torch.ones(3)}
     save(tmp_path, 1, stored, {"x": 1})
@@ -132,11 +143,13 @@ def test_everything_that_does_not_fit_is_listed_and_nothing_changes(tmp_path):
     assert load(tmp_path, {"model.a": a, "model.b": b[:4]}).unexpected == ("exp_avg.a",)
 
 
-def test_floating_point_types_convert_on_load(tmp_path):
+def test_floating_point_types_convert_on_load(tmp_path, caplog):
+    caplog.set_level("INFO", "mcore")
     save(tmp_path, 1, {"model.a": torch.tensor([1.0, 2**-20 + 1])}, {})
     target = torch.zeros(2, dtype=torch.bfloat16)
     load(tmp_path, {"model.a": target})
     assert target.tolist() == [1.0, 1.0]
+    assert "1 tensors are converted from torch.float32 to torch.bfloat16" in caplog.text
 
 
 def test_a_parameter_that_requires_grad_is_filled_in_place(tmp_path):
