@@ -10,17 +10,16 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import difflib
 import os
 import sys
 import time
-import typing
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
-from mcore.config.fields import flag, flag_of
+from mcore.config.command_line import StrictParser, add_flags, take_config
+from mcore.config.fields import flag
 from mcore.config.tokenizer import TokenizerConfig
 from mcore.data.indexed_builder import IndexedDatasetBuilder
 from mcore.data.indexed_format import DType
@@ -221,76 +220,31 @@ def _warn(message: str) -> None:
 
 
 def parse_arguments(argv: Sequence[str] | None) -> tuple[PreprocessOptions, TokenizerConfig]:
-    """Read the command line; unknown, abbreviated and refused flags end it with status 2."""
-    parser = argparse.ArgumentParser(
+    """Read the command line.
+
+    Raises:
+        ConfigError: unknown, abbreviated or refused flags, or values that cannot be right.
+    """
+    parser = StrictParser(
+        refused=REFUSED_FLAGS,
         prog="preprocess_data.py",
         usage="%(prog)s --input FILE [FILE ...] --output-prefix PATH --tokenizer-type TYPE [...]",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
-    _add_flags(parser.add_argument_group("data"), PreprocessOptions)
-    _add_flags(parser.add_argument_group("tokenizer"), TokenizerConfig)
-    namespace, unknown = parser.parse_known_args(argv)
-    if unknown:
-        parser.error(_unknown_flag(unknown[0].partition("=")[0], parser))
-    values = vars(namespace)
-    try:
-        return _take(PreprocessOptions, values), _take(TokenizerConfig, values)
-    except ConfigError as error:
-        parser.error(str(error))
-
-
-def _add_flags(group: argparse._ArgumentGroup, config_class: type) -> None:
-    types = typing.get_type_hints(config_class)
-    for field in dataclasses.fields(config_class):
-        described = flag_of(field)
-        assert described is not None
-        kind = types[field.name]
-        options: dict[str, Any] = {"dest": field.name, "help": described.help}
-        choices = [c for part in (kind, *typing.get_args(kind)) for c in _literals(part)]
-        if kind is bool:
-            options |= {"action": "store_true"}
-        elif typing.get_origin(kind) is tuple:
-            options |= {"nargs": "+", "metavar": described.metavar}
-        elif choices:
-            options |= {"choices": choices}
-        else:
-            number = int in (kind, *typing.get_args(kind))
-            options |= {"type": int if number else str, "metavar": described.metavar}
-        if described.required:
-            options["required"] = True
-        else:
-            options["default"] = field.default
-        name = described.name or "--" + field.name.replace("_", "-")
-        group.add_argument(name, *described.aliases, **options)
-
-
-def _literals(kind: Any) -> tuple[Any, ...]:
-    return typing.get_args(kind) if typing.get_origin(kind) is Literal else ()
-
-
-def _unknown_flag(name: str, parser: argparse.ArgumentParser) -> str:
-    if name in REFUSED_FLAGS:
-        return f"{name} is not supported: {REFUSED_FLAGS[name]}"
-    near = difflib.get_close_matches(name, list(parser._option_string_actions), n=1)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    return f"unknown argument {name} (flags are spelled out in full){hint}"
-
-
-def _take(config_class: type, values: dict[str, Any]) -> Any:
-    chosen = {field.name: values[field.name] for field in dataclasses.fields(config_class)}
-    return config_class(
-        **{
-            name: tuple(value) if isinstance(value, list) else value
-            for name, value in chosen.items()
-        }
-    )
+    add_flags(parser.add_argument_group("data"), PreprocessOptions)
+    add_flags(parser.add_argument_group("tokenizer"), TokenizerConfig)
+    namespace = parser.parse_args(argv)
+    return take_config(PreprocessOptions, namespace), take_config(TokenizerConfig, namespace)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool; returns the exit status: 0 done, 1 the data or files are at fault, 2 usage."""
-    options, config = parse_arguments(argv)
+    try:
+        options, config = parse_arguments(argv)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     if options.partitions > 1:
         _warn("--partitions has no effect: --workers alone sets the processes")
     try:

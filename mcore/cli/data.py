@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from mcore.cli.flags import add_flags, take_config
+from mcore.config.command_line import add_flags, take_config
 from mcore.config.data import DataConfig
 from mcore.config.tokenizer import TokenizerConfig
 from mcore.data.builder import build_train_valid_test_datasets
@@ -49,8 +49,8 @@ def _register_samples(commands: argparse._SubParsersAction[argparse.ArgumentPars
     parser.add_argument("--seq-length", type=int, required=True, help="tokens per sample")
     parser.add_argument("--seed", type=int, default=1234, help="seed of the sample order")
     parser.add_argument("--out", required=True, metavar="FILE.npz", help="file to write")
-    add_flags(parser, DataConfig, omit=_READING_OPTIONS)
-    add_flags(parser, TokenizerConfig, omit=_VOCABULARY_PADDING)
+    add_flags(parser.add_argument_group("data"), DataConfig, omit=_READING_OPTIONS)
+    add_flags(parser.add_argument_group("tokenizer"), TokenizerConfig, omit=_VOCABULARY_PADDING)
     parser.set_defaults(run=write_samples)
 
 
