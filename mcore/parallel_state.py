@@ -15,6 +15,7 @@ import torch.distributed as dist
 from mcore.errors import ConfigError, NotInitializedError, TopologyError
 from mcore.topology.context import ParallelContext
 from mcore.topology.group import Group, as_group
+from mcore.topology.placement import Location, StagePlacement
 from mcore.topology.process_groups import build_context, destroy_groups, world
 from mcore.topology.rank_layout import DEFAULT_ORDER, RankLayout
 from mcore.topology.rank_layout import data_parallel_size as data_parallel_size_of
@@ -30,6 +31,7 @@ def initialize_model_parallel(
     context_parallel_size: int = 1,
     data_parallel_size: int | None = None,
     order: str = DEFAULT_ORDER,
+    stage_placement: StagePlacement | None = None,
     distributed_timeout_minutes: int | None = None,
 ) -> ParallelContext:
     """Build this process's groups and make them the ones that the getters answer from.
@@ -41,6 +43,8 @@ def initialize_model_parallel(
         context_parallel_size: ranks that share each sequence.
         data_parallel_size: asserted against world size / (the product of the others).
         order: axes from fastest to slowest varying rank.
+        stage_placement: where the stages of the pipeline live, from the schedule (a V placement has
+            the first and the last stage on rank 0); Megatron's usual placement when None.
         distributed_timeout_minutes: timeout of the groups; torch's default when None.
 
     Returns:
@@ -66,11 +70,13 @@ def initialize_model_parallel(
             f"data_parallel_size ({data_parallel_size}) must be world size ({world_size}) / "
             f"(tensor {tp} x pipeline {pp} x context {cp}) = {dp}; leave it out or correct a size"
         )
+    _check_placement(stage_placement, pp, virtual_pipeline_model_parallel_size)
     layout = RankLayout(tp=tp, cp=cp, dp=dp, pp=pp, order=order)
     minutes = distributed_timeout_minutes
     _CONTEXT = build_context(
         layout,
         virtual_pipeline_model_parallel_size=virtual_pipeline_model_parallel_size,
+        stage_placement=stage_placement,
         timeout=None if minutes is None else timedelta(minutes=minutes),
     )
     return _CONTEXT
@@ -90,6 +96,16 @@ def _check_virtual_size(vpp: int | None, world_size: int, model: int, pp: int) -
         )
     raise TopologyError(
         f"virtual_pipeline_model_parallel_size is {vpp} with a pipeline of {pp}: {hint}"
+    )
+
+
+def _check_placement(placement: StagePlacement | None, pp: int, vpp: int | None) -> None:
+    if placement is None or (placement.num_ranks, placement.num_chunks) == (pp, vpp or 1):
+        return
+    raise TopologyError(
+        f"the stage placement is for {placement.num_ranks} ranks with {placement.num_chunks} "
+        f"chunks each, the pipeline has {pp} ranks with {vpp or 1}; pass "
+        f"virtual_pipeline_model_parallel_size={placement.num_chunks}"
     )
 
 
@@ -234,28 +250,28 @@ def get_virtual_pipeline_model_parallel_world_size() -> int | None:
     return get_parallel_context().virtual_pipeline_model_parallel_size
 
 
-def _is_chunk(vp_stage: int | None, wanted: int, ignore_virtual: bool) -> bool:
-    size = get_virtual_pipeline_model_parallel_world_size()
-    if ignore_virtual or size is None:
-        return True
+def _is_at(end: Location, ignore_virtual: bool, vp_stage: int | None) -> bool:
+    context = get_parallel_context()
+    size = context.virtual_pipeline_model_parallel_size
+    if (ignore_virtual and vp_stage is None) or size is None:
+        return context.pp.rank == end.rank
     if vp_stage is None:
         raise ConfigError(
             f"vp_stage is needed with {size} model chunks per rank; pass 0 to {size - 1}"
         )
-    return vp_stage == wanted
+    return (context.pp.rank, vp_stage) == end
 
 
 def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
     """Whether this rank, and chunk `vp_stage` where virtual stages count, is the first stage."""
-    ignore_virtual = ignore_virtual and vp_stage is None
-    return get_parallel_context().pp.is_first and _is_chunk(vp_stage, 0, ignore_virtual)
+    first = get_parallel_context().placement.locations[0]
+    return _is_at(first, ignore_virtual, vp_stage)
 
 
 def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
     """Whether this rank, and chunk `vp_stage` where virtual stages count, is the last stage."""
-    ignore_virtual = ignore_virtual and vp_stage is None
-    last = (get_virtual_pipeline_model_parallel_world_size() or 1) - 1
-    return get_parallel_context().pp.is_last and _is_chunk(vp_stage, last, ignore_virtual)
+    last = get_parallel_context().placement.locations[-1]
+    return _is_at(last, ignore_virtual, vp_stage)
 
 
 def _data_group(with_context_parallel: bool) -> Group:

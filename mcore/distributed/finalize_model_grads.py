@@ -62,7 +62,7 @@ def finalize_model_grads(
 def _total_tokens(num_tokens: Tensor, context: ParallelContext) -> Tensor:
     """Valid tokens of the global batch, at least 1: without any the gradient is zero, not NaN."""
     total = num_tokens.detach().to(torch.float64, copy=True).reshape(())
-    broadcast_(total, context.pp, src=context.pp.size - 1)
+    broadcast_(total, context.pp, src=context.placement.last_rank)
     return all_reduce_(total, context.dp_cp).clamp(min=1.0)
 
 

@@ -5,7 +5,6 @@ from mcore.pipeline_parallel.executor import PipelineExecutor, ScheduleResult
 from mcore.pipeline_parallel.hooks import ScheduleHooks
 from mcore.pipeline_parallel.p2p_communication import P2PCommunicator
 from mcore.pipeline_parallel.pipeline import Pipeline, build_pipeline
-from mcore.pipeline_parallel.placement import Location, StagePlacement
 from mcore.pipeline_parallel.plans import plan_1f1b, plan_interleaved, plan_no_pipelining
 from mcore.pipeline_parallel.schedules import (
     forward_backward_no_pipelining,
@@ -14,8 +13,9 @@ from mcore.pipeline_parallel.schedules import (
     get_forward_backward_func,
 )
 from mcore.pipeline_parallel.simulate import Costs, Simulation, simulate
-from mcore.pipeline_parallel.stages import split_layers, stage_layers
 from mcore.pipeline_parallel.user_config import hooks_from_config
+from mcore.topology.placement import Location, StagePlacement
+from mcore.topology.stages import split_layers, stage_layers
 
 __all__ = [
     "Action",

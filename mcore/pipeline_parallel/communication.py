@@ -37,7 +37,7 @@ from mcore.pipeline_parallel.messages import (
     outgoing,
     unit_cost_ends,
 )
-from mcore.pipeline_parallel.placement import StagePlacement
+from mcore.topology.placement import StagePlacement
 
 # Receives are posted before the action that comes before their consumer, so that the transfer runs
 # beside that action; further ahead would only hold buffers.

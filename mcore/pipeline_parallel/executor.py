@@ -25,7 +25,7 @@ from mcore.pipeline_parallel.hooks import ScheduleHooks
 from mcore.pipeline_parallel.loss import MicrobatchLoss, read_loss
 from mcore.pipeline_parallel.messages import Message, incoming, outgoing
 from mcore.pipeline_parallel.p2p_communication import P2PCommunicator
-from mcore.pipeline_parallel.placement import StagePlacement
+from mcore.topology.placement import StagePlacement
 
 LossFunc: TypeAlias = Callable[..., Any]
 ForwardStepFunc: TypeAlias = Callable[[Any, nn.Module], tuple[Any, LossFunc]]

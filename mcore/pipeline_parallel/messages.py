@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from mcore.errors import ScheduleError
 from mcore.pipeline_parallel.actions import Action, Kind, Plan
-from mcore.pipeline_parallel.placement import Location, StagePlacement
+from mcore.topology.placement import Location, StagePlacement
 
 
 class Message(NamedTuple):

@@ -9,7 +9,6 @@ from typing import Literal, TypeAlias
 from mcore.errors import ConfigError
 from mcore.pipeline_parallel.actions import Plan
 from mcore.pipeline_parallel.communication import Program, plan_communication
-from mcore.pipeline_parallel.placement import StagePlacement
 from mcore.pipeline_parallel.plans import (
     forward_part,
     plan_1f1b,
@@ -17,6 +16,7 @@ from mcore.pipeline_parallel.plans import (
     plan_no_pipelining,
 )
 from mcore.pipeline_parallel.simulate import simulate
+from mcore.topology.placement import StagePlacement
 
 ScheduleName: TypeAlias = Literal["no-pipelining", "1f1b", "interleaved-1f1b"]
 

@@ -16,7 +16,7 @@ from mcore.errors import ScheduleError
 from mcore.pipeline_parallel.actions import Action, Kind, Plan
 from mcore.pipeline_parallel.communication import Batch, Program, plan_communication
 from mcore.pipeline_parallel.messages import Message, check_plans, incoming, refusal
-from mcore.pipeline_parallel.placement import StagePlacement
+from mcore.topology.placement import StagePlacement
 
 
 @dataclass(frozen=True, slots=True)

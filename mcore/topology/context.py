@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from mcore.errors import TopologyError
 from mcore.topology.group import Group
+from mcore.topology.placement import StagePlacement
 from mcore.topology.rank_layout import RankLayout
 
 
@@ -21,9 +22,10 @@ class ParallelContext:
         mp: tensor- and pipeline-parallel ranks: they hold one copy of the model together.
         tp_cp: tensor- and context-parallel ranks.
         tp_dp_cp: all ranks of one pipeline stage.
-        embd: first and last stage of this pipeline, or None on the stages between.
-        pos_embd: the first stage, or None elsewhere.
-        virtual_pipeline_model_parallel_size: model chunks per rank, or None without interleaving.
+        embd: ranks of the first and last stage of this pipeline, or None on the ranks between.
+        pos_embd: the rank of the first stage, or None elsewhere.
+        virtual_pipeline_model_parallel_size: model chunks per rank, or None without virtual stages.
+        stage_placement: where the stages live; None = the usual placement, see `placement`.
     """
 
     layout: RankLayout
@@ -39,6 +41,14 @@ class ParallelContext:
     embd: Group | None
     pos_embd: Group | None
     virtual_pipeline_model_parallel_size: int | None = None
+    stage_placement: StagePlacement | None = None
+
+    @property
+    def placement(self) -> StagePlacement:
+        """Which rank and chunk each stage of the pipeline is; who embeds and who has the loss."""
+        if self.stage_placement is not None:
+            return self.stage_placement
+        return StagePlacement.usual(self.pp.size, self.virtual_pipeline_model_parallel_size or 1)
 
     @classmethod
     def single(cls) -> ParallelContext:
@@ -63,10 +73,11 @@ class ParallelContext:
     def member(self, name: str, group: Group | None) -> Group:
         """The group, or a `TopologyError` that names who is in it."""
         if group is None:
-            kind = self.layout.embedding_group_of(self.rank)
-            if name == "position embedding":
-                kind = self.layout.position_embedding_group_of(self.rank)
+            ends = {self.placement.first_rank}
+            if name != "position embedding":
+                ends.add(self.placement.last_rank)
+            ranks = [self.pp.ranks[index] for index in sorted(ends)]
             raise TopologyError(
-                f"rank {self.rank} is not in its pipeline's {name} group, ranks {list(kind)}"
+                f"rank {self.rank} is not in its pipeline's {name} group, ranks {ranks}"
             )
         return group

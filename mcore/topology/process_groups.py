@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from mcore.errors import TopologyError
 from mcore.topology.context import ParallelContext
 from mcore.topology.group import Group
+from mcore.topology.placement import StagePlacement
 from mcore.topology.rank_layout import RankLayout
 
 
@@ -23,6 +25,7 @@ def build_context(
     layout: RankLayout,
     *,
     virtual_pipeline_model_parallel_size: int | None = None,
+    stage_placement: StagePlacement | None = None,
     timeout: timedelta | None = None,
 ) -> ParallelContext:
     """Create every group of a layout over the default process group.
@@ -42,17 +45,22 @@ def build_context(
         field: factory.member(axes, layout_groups[axes], layout.group_of(rank, axes))
         for field, axes in _AXES_OF_FIELDS.items()
     }
-    pipelines = layout_groups["pp"]
-    embedding = [layout.embedding_group_of(pipeline[0]) for pipeline in pipelines]
-    position = [pipeline[:1] for pipeline in pipelines]
+    placement = stage_placement or StagePlacement.usual(layout.sizes["pp"])
+    first, ends = (placement.first_rank,), sorted({placement.first_rank, placement.last_rank})
+
+    def of_pipeline(pipeline: tuple[int, ...], members: Sequence[int]) -> tuple[int, ...]:
+        return tuple(pipeline[index] for index in members)
+
+    pipelines, mine = layout_groups["pp"], layout.group_of(rank, "pp")
+    embedding = [of_pipeline(pipeline, ends) for pipeline in pipelines]
+    position = [of_pipeline(pipeline, first) for pipeline in pipelines]
     return ParallelContext(
         layout=layout,
         rank=rank,
-        embd=factory.optional("embedding", embedding, layout.embedding_group_of(rank)),
-        pos_embd=factory.optional(
-            "position-embedding", position, layout.position_embedding_group_of(rank)
-        ),
+        embd=factory.optional("embedding", embedding, of_pipeline(mine, ends)),
+        pos_embd=factory.optional("position-embedding", position, of_pipeline(mine, first)),
         virtual_pipeline_model_parallel_size=virtual_pipeline_model_parallel_size,
+        stage_placement=stage_placement,
         **groups,
     )
 

@@ -18,11 +18,11 @@ from mcore.optimizer import (
     get_megatron_optimizer,
     get_optimizer_param_scheduler,
 )
-from mcore.pipeline_parallel.placement import StagePlacement
-from mcore.pipeline_parallel.stages import split_layers, stage_layers
 from mcore.topology.collectives import all_gather_object
 from mcore.topology.context import ParallelContext
 from mcore.topology.param_sharding import sharding_of
+from mcore.topology.placement import StagePlacement
+from mcore.topology.stages import split_layers, stage_layers
 from mcore.training.initialize import Runtime
 
 

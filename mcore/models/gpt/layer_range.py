@@ -29,5 +29,5 @@ def even_layer_range(config: TransformerConfig, whole: bool, vp_stage: int | Non
             f"({context.pp.size}) x chunks per rank ({chunks}), or pass layer_range"
         )
     per_stage = config.num_layers // stages
-    first = ((vp_stage or 0) * context.pp.size + context.pp.rank) * per_stage
+    first = context.placement.stage(context.pp.rank, vp_stage or 0) * per_stage
     return range(first, first + per_stage)

@@ -9,7 +9,6 @@ import pytest
 
 from mcore.errors import ConfigError
 from mcore.pipeline_parallel.actions import Kind, format_plan
-from mcore.pipeline_parallel.placement import StagePlacement
 from mcore.pipeline_parallel.plans import (
     interleaved_order,
     plan_1f1b,
@@ -17,6 +16,7 @@ from mcore.pipeline_parallel.plans import (
     plan_no_pipelining,
 )
 from mcore.pipeline_parallel.simulate import simulate
+from mcore.topology.placement import StagePlacement
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "pipeline" / "interleaved.json"
 CASES = json.loads(GOLDEN.read_text())

@@ -8,10 +8,10 @@ from mcore.errors import ScheduleError
 from mcore.pipeline_parallel.actions import parse_action, parse_plans
 from mcore.pipeline_parallel.communication import Batch, plan_communication
 from mcore.pipeline_parallel.messages import Message
-from mcore.pipeline_parallel.placement import Location, StagePlacement
 from mcore.pipeline_parallel.plans import plan_1f1b, plan_interleaved
 from mcore.pipeline_parallel.simulate import Costs, simulate
 from mcore.pipeline_parallel.timetable import format_timetable
+from mcore.topology.placement import Location, StagePlacement
 
 TWO = StagePlacement.usual(2)
 GOOD = "F0.0 F0.1 B0.0 B0.1\nF0.0 B0.0 F0.1 B0.1"

@@ -49,6 +49,25 @@ class StagePlacement:
         """Global stage = chunk * pp + rank: the chain goes round the ranks once a chunk."""
         return cls(tuple(Location(r, c) for c in range(num_chunks) for r in range(pp)))
 
+    @classmethod
+    def v(cls, pp: int) -> StagePlacement:
+        """Two chunks a rank: the chain runs down the ranks and back, so rank 0 has both ends.
+
+        Source: Qi et al. 2023 (arXiv:2401.10241) section 6, ZB-V.
+        """
+        down = [Location(rank, 0) for rank in range(pp)]
+        return cls((*down, *(Location(rank, 1) for rank in reversed(range(pp)))))
+
+    @property
+    def first_rank(self) -> int:
+        """The rank that reads tokens."""
+        return self.locations[0].rank
+
+    @property
+    def last_rank(self) -> int:
+        """The rank that computes the loss."""
+        return self.locations[-1].rank
+
     @property
     def num_stages(self) -> int:
         """Length of the chain."""

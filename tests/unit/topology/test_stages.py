@@ -7,8 +7,8 @@ import itertools
 import pytest
 
 from mcore.errors import ConfigError
-from mcore.pipeline_parallel.placement import StagePlacement
-from mcore.pipeline_parallel.stages import split_layers, stage_layers
+from mcore.topology.placement import StagePlacement
+from mcore.topology.stages import split_layers, stage_layers
 
 
 def layers_by_rank(split, pp, v=1):

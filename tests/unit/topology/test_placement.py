@@ -5,8 +5,8 @@ import pytest
 from mcore.errors import ConfigError
 from mcore.pipeline_parallel.actions import Action, Kind, parse_plans
 from mcore.pipeline_parallel.messages import incoming, outgoing
-from mcore.pipeline_parallel.placement import Location, StagePlacement
 from mcore.pipeline_parallel.simulate import simulate
+from mcore.topology.placement import Location, StagePlacement
 
 
 def test_usual_placement_goes_round_the_ranks():
