@@ -113,7 +113,7 @@ def flag_names(field: dataclasses.Field[Any], described: Flag) -> list[str]:
 def _flag_options(
     field: dataclasses.Field[Any], described: Flag, hint: Any
 ) -> tuple[list[str], dict[str, Any]]:
-    """Spellings and `add_argument`'s options for a type: bool, X, X | None, tuple[X, ...], Literal."""
+    """Spellings and `add_argument`'s options for bool, X, X | None, tuple[X, ...], Literal."""
     names = flag_names(field, described)
     if hint is bool:
         if field.default is True:

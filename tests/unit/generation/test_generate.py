@@ -1,0 +1,147 @@
+"""Generated tokens against Hugging Face's, sampling by hand, loading."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from mcore.cli.generate import tokenizer_config
+from mcore.cli.main import main
+from mcore.convert import hf_to_state, save_model_state
+from mcore.errors import CheckpointError, ConfigError, DataError
+from mcore.generation import Sampling, generate, load_model
+from mcore.generation.sampling import choose_token, kept_probabilities
+
+GOLDEN = Path(__file__).parents[2] / "golden" / "train"
+PROMPT = [5, 17, 900, 17, 3, 44]
+
+
+@pytest.fixture(scope="module")
+def roots(tmp_path_factory):
+    """Converted golden models by family."""
+    roots = {}
+    for family in ("gpt2", "llama"):
+        roots[family] = tmp_path_factory.mktemp(family)
+        options, tensors = hf_to_state(GOLDEN / family / "hf_initial")
+        save_model_state(roots[family], options, tensors, {})
+    return roots
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_greedy_is_that_of_hugging_face(roots, family):
+    theirs = AutoModelForCausalLM.from_pretrained(GOLDEN / family / "hf_initial").eval()
+    theirs.generation_config.eos_token_id = None
+    prompt = torch.tensor([PROMPT])
+    expected = theirs.generate(prompt, max_new_tokens=50, do_sample=False, pad_token_id=0)
+    ours = generate(
+        load_model(roots[family]).model, PROMPT, max_new_tokens=50, sampling=Sampling(greedy=True)
+    )
+    assert PROMPT + list(ours) == expected[0].tolist()
+
+
+def test_a_context_longer_than_the_positions_slides(roots):
+    model = load_model(roots["gpt2"]).model
+    length = model.max_sequence_length
+    prompt = [7] * length + PROMPT
+    whole = list(generate(model, prompt, max_new_tokens=1, sampling=Sampling(greedy=True)))
+    end = list(generate(model, prompt[-length:], max_new_tokens=1, sampling=Sampling(greedy=True)))
+    assert whole == end
+
+
+def test_seed_and_stop(roots):
+    model = load_model(roots["gpt2"]).model
+    first = list(generate(model, PROMPT, max_new_tokens=8, seed=1))
+    assert first == list(generate(model, PROMPT, max_new_tokens=8, seed=1))
+    assert first != list(generate(model, PROMPT, max_new_tokens=8, seed=2))
+    assert len(first) == 8
+    stop = first[3]
+    cut = list(generate(model, PROMPT, max_new_tokens=8, seed=1, stop_id=stop))
+    assert cut == first[: first.index(stop)]
+
+
+@pytest.mark.parametrize(("prompt", "message"), [([], "no tokens"), ([1, 1000], "token 1000")])
+def test_prompts_that_cannot_be_continued(roots, prompt, message):
+    with pytest.raises(DataError, match=message):
+        generate(load_model(roots["gpt2"]).model, prompt, max_new_tokens=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, [0.5, 0.25, 0.125, 0.125]),
+        ({"temperature": 0.5}, [16 / 22, 4 / 22, 1 / 22, 1 / 22]),
+        ({"top_k": 2}, [2 / 3, 1 / 3, 0, 0]),
+        ({"top_k": 9}, [0.5, 0.25, 0.125, 0.125]),
+        ({"top_p": 0.4}, [1, 0, 0, 0]),
+        ({"top_p": 0.6}, [2 / 3, 1 / 3, 0, 0]),
+        ({"top_k": 3, "top_p": 0.5}, [1, 0, 0, 0]),
+    ],
+)
+def test_probabilities_by_hand(options, expected):
+    logits = torch.tensor([0.5, 0.25, 0.125, 0.125]).log() + 3
+    if options == {"top_k": 3, "top_p": 0.5}:
+        logits[3] -= 1  # no tie at the third place
+    kept = kept_probabilities(logits, Sampling(**options))
+    torch.testing.assert_close(kept / kept.sum(), torch.tensor(expected, dtype=torch.float32))
+
+
+def test_frequencies_are_the_probabilities():
+    logits = torch.tensor([1.0, 0.0, -1.0])
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.tensor([choose_token(logits, Sampling(), generator) for _ in range(4000)])
+    found = torch.bincount(drawn, minlength=3) / 4000
+    torch.testing.assert_close(found, logits.softmax(0), atol=0.03, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "options", [{"temperature": 0.0}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.5}]
+)
+def test_options_out_of_range(options):
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        Sampling(**options)
+
+
+def test_a_checkpoint_that_is_not_what_it_says(tmp_path):
+    options, tensors = hf_to_state(GOLDEN / "gpt2" / "hf_initial")
+    tensors = dict(tensors)
+    weight = tensors.pop("decoder.final_layernorm.weight")
+    save_model_state(tmp_path / "a", options, tensors, {})
+    with pytest.raises(CheckpointError, match="model.decoder.final_layernorm.weight"):
+        load_model(tmp_path / "a")
+    tensors["decoder.final_layernorm.weight"] = weight[:3]
+    save_model_state(tmp_path / "b", options, tensors, {})
+    with pytest.raises(CheckpointError, match="has shape"):
+        load_model(tmp_path / "b")
+
+
+def test_the_command(roots, capsys):
+    words = ["generate", "--load", str(roots["gpt2"]), "--prompt", "5 17 900", "--greedy"]
+    words += ["--max-new-tokens", "5"]
+    tokenizer = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "1000"]
+    assert main([*words, *tokenizer]) == 0
+    ours = generate(
+        load_model(roots["gpt2"]).model,
+        [5, 17, 900],
+        max_new_tokens=5,
+        sampling=Sampling(greedy=True),
+        stop_id=999,
+    )
+    assert capsys.readouterr().out == " ".join(map(str, [5, 17, 900, *ours])) + "\n"
+    assert main(words) == 2
+    assert "names no tokenizer" in capsys.readouterr().err
+    assert main([*words, *tokenizer, "--temperature", "0"]) == 2
+    assert main(["generate", "--load", str(roots["gpt2"] / "x"), "--prompt", "5"]) == 1
+
+
+def test_tokenizer_flags_replace_what_is_stored():
+    stored = {
+        "tokenizer_type": "NullTokenizer",
+        "vocab_size": 100,
+        "null_tokenizer_eod_id": 3,
+        "hidden_size": 8,
+    }
+    assert tokenizer_config(stored, {}).null_tokenizer_eod_id == 3
+    assert tokenizer_config(stored, {"null_tokenizer_eod_id": 4}).null_tokenizer_eod_id == 4
+    other = tokenizer_config(stored, {"tokenizer_type": "ByteLevelTokenizer"})
+    assert (other.tokenizer_type, other.vocab_size) == ("ByteLevelTokenizer", None)
