@@ -18,6 +18,13 @@ _IRRELEVANT = (
     "recompute_granularity",
     "recompute_method",
     "recompute_num_layers",
+    "tokenizer_type",
+    "tokenizer_model",
+    "vocab_file",
+    "merge_file",
+    "vocab_extra_ids",
+    "null_tokenizer_eod_id",
+    "null_tokenizer_pad_id",
 )
 
 

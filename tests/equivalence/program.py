@@ -1,0 +1,159 @@
+"""Runs training command lines without starting processes: the adapter of every equivalence test.
+
+A run does what `pretrain_gpt.py` does after its interpreter has started. One process is this one,
+without torch.distributed; several are the warm workers of `run_distributed`, from which a run takes
+nothing and in which it leaves nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from mcore import parallel_state
+from mcore.tensor_parallel.random import get_cuda_rng_tracker
+from mcore.testing import run_distributed
+from mcore.training.arguments import parse
+from mcore.training.initialize import Launch
+from mcore.training.pretrain import Providers, prepare, run
+from mcore.training.setup import TrainState
+from pretrain_gpt import datasets_provider, forward_step, model_provider
+
+PROVIDERS = Providers(datasets_provider, model_provider, forward_step)
+TIMEOUT_SECONDS = 400.0
+
+Inspect = Callable[[TrainState], Any]
+Records = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a model is spread over ranks."""
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    sp: bool = False
+    vpp: int | None = None
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.pp * self.dp
+
+    @property
+    def flags(self) -> list[str]:
+        words = f"--tensor-model-parallel-size {self.tp} --pipeline-model-parallel-size {self.pp}"
+        if self.sp:
+            words += " --sequence-parallel"
+        if self.vpp is not None:
+            words += f" --num-virtual-stages-per-pipeline-rank {self.vpp}"
+        return words.split()
+
+    def __str__(self) -> str:
+        sizes = {"tp": self.tp, "pp": self.pp, "dp": self.dp, "vpp": self.vpp or 1}
+        parts = [f"{name}{size}" for name, size in sizes.items() if size > 1]
+        return "-".join([*parts, *(["sp"] if self.sp else [])]) or "single"
+
+
+SINGLE = Layout()
+
+
+def layout_id(value: Any) -> str | None:
+    """For `pytest.mark.parametrize(..., ids=layout_id)`."""
+    return str(value) if isinstance(value, Layout) else None
+
+
+def train(flags: Sequence[str], layout: Layout = SINGLE, *, records: Path | None = None) -> Records:
+    """Run a command line at a layout and return what it recorded.
+
+    Args:
+        flags: words of the command line, without those of the layout and the record file.
+        layout: how to run it.
+        records: the record file, where a test goes on with it.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "records.jsonl") if records is None else records
+        train_and_inspect([*flags, "--metrics-jsonl", str(path)], layout, None)
+        return read_records(path)
+
+
+def train_and_inspect(
+    flags: Sequence[str], layout: Layout = SINGLE, inspect: Inspect | None = None
+) -> list[Any]:
+    """Run a command line at a layout and return what `inspect` says on every rank."""
+    words = [*flags, *layout.flags, "--device", "cpu"]
+    if layout.world_size > 1:
+        return run_distributed(
+            _run_here, layout.world_size, words, inspect, timeout=TIMEOUT_SECONDS
+        )
+    if "RANK" in os.environ:
+        pytest.skip("a run of one process, and torchrun has started several")
+    return [_run_here(words, inspect)]
+
+
+def read_records(path: Path) -> Records:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def without_rates(records: Records) -> Records:
+    """Records without what a clock measured (decision 10: identical means equal in the rest)."""
+    return [{key: value for key, value in r.items() if key != "seconds"} for r in records]
+
+
+def series(records: Records, name: str) -> list[float]:
+    """One number of each training record."""
+    return [record[name] for record in records if name in record]
+
+
+def largest_difference(first: Records, second: Records, name: str = "lm_loss") -> float:
+    pairs = zip(series(first, name), series(second, name), strict=True)
+    return max(abs(a - b) for a, b in pairs)
+
+
+def largest_relative_difference(first: Records, second: Records, name: str = "grad_norm") -> float:
+    pairs = zip(series(first, name), series(second, name), strict=True)
+    return max(abs(a - b) / abs(b) for a, b in pairs)
+
+
+def _run_here(words: list[str], inspect: Inspect | None) -> Any:
+    launch = Launch(0, 1, 0)
+    if dist.is_initialized():
+        launch = Launch(dist.get_rank(), dist.get_world_size(), dist.get_rank())
+    with _no_traces():
+        state = run(prepare(parse(words), launch), launch, PROVIDERS)
+        return None if inspect is None else inspect(state)
+
+
+@contextmanager
+def _no_traces() -> Iterator[None]:
+    """Give the process back as it was: log, random states, groups, threads."""
+    logger = logging.getLogger("mcore")
+    log = (list(logger.handlers), logger.level, logger.propagate)
+    tracker = get_cuda_rng_tracker().get_states()
+    states = (random.getstate(), np.random.get_state(), torch.get_rng_state())
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        torch.set_num_threads(threads)
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+        get_cuda_rng_tracker().set_states(tracker)
+        logger.handlers[:], logger.propagate = log[0], log[2]
+        logger.setLevel(log[1])
