@@ -1,7 +1,8 @@
 """Run a function on several gloo ranks on this machine, for tests.
 
-Workers are started once per world size and reused, since a process that imports torch takes seconds
-to start. Under torchrun the ranks that exist already are used instead.
+Workers are started once per world size and reused, and forked from a process that has imported
+torch already, since that import takes seconds. Under torchrun the ranks that exist already are used
+instead.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from mcore.topology.collectives import all_gather_object
 from mcore.topology.group import Group
 
 _GRACE_SECONDS = 2.0
+_START_SECONDS = 300.0
 
 
 class WorkerError(McoreError, RuntimeError):
@@ -95,7 +97,9 @@ class _WorkerPool:
 
     def __init__(self, world_size: int) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="mcore-test-"))
-        context = multiprocessing.get_context("spawn")
+        # Workers are forked from one server that has imported torch, and has done nothing else.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__])
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(world_size):
@@ -107,6 +111,17 @@ class _WorkerPool:
             theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)
+        self._wait_until_started()
+
+    def _wait_until_started(self) -> None:
+        """A loaded machine may take its time here: it does not count as the function's."""
+        deadline = time.monotonic() + _START_SECONDS
+        for rank, pipe in enumerate(self._pipes):
+            if not pipe.poll(max(0.0, deadline - time.monotonic())):
+                raise WorkerError(
+                    f"rank {rank} did not start in {_START_SECONDS:.0f} s\n{self._dump_and_kill()}"
+                )
+            self._receive(rank, pipe)
 
     def is_usable(self) -> bool:
         return bool(self._processes) and all(process.is_alive() for process in self._processes)
@@ -189,6 +204,7 @@ def _worker_main(rank: int, world_size: int, folder: str, pipe: Connection) -> N
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=300)
     )
+    pipe.send(("result", None, ""))  # started
     while True:
         try:
             path, payload = pipe.recv()

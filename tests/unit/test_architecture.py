@@ -1,8 +1,8 @@
 """The shape of the house, read from the source with `ast`: nothing is imported.
 
 It takes seconds, so it also runs before each commit. The rules are those of the design: imports
-flow down the floors, few modules may touch the outside world, there are no hidden globals, and every
-option is read by something.
+flow down the floors, few modules may touch the outside world, there are no hidden globals, and
+every option is read by something.
 """
 
 import ast
