@@ -38,6 +38,7 @@ class Run:
     steps: StepFunctions
     datasets: Datasets
     log: RunLog
+    _evaluated_at: int | None = None
 
     def train(self) -> None:
         """Train to the end, or to the exit interval; saves, evaluates and logs on the way."""
@@ -57,12 +58,23 @@ class Run:
                     self.save()
                     saved = state.iteration
                 if self._exit_is_due():
-                    get_logger().info("exiting at iteration %d (--exit-interval)", state.iteration)
+                    self._say_goodbye()
                     break
         finally:
             close(streams)
         if options.save is not None and saved != state.iteration:
             self.save()
+
+    def finish(self) -> None:
+        """Measure the finished model, unless the loop has just done so."""
+        if self._evaluated_at != self.state.iteration:
+            self.evaluate("valid", 1)
+        self.evaluate("test", 2)
+
+    def _say_goodbye(self) -> None:
+        get_logger().info("exiting at iteration %d (--exit-interval)", self.state.iteration)
+        if self.config.checkpoint.save is None:
+            get_logger().warning("nothing was saved: --exit-interval without --save")
 
     def evaluate(self, split: str, dataset: int) -> float | None:
         """Measure the loss on the validation (1) or test (2) set; training never notices."""
@@ -78,6 +90,8 @@ class Run:
         finally:
             close(streams)
         self.log.evaluation(split, self.state, loss)
+        if split == "valid":
+            self._evaluated_at = self.state.iteration
         self.log.restart_clock()
         return loss
 

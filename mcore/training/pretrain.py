@@ -149,8 +149,7 @@ def run(prepared: Prepared, launch: Launch, providers: Providers) -> TrainState:
         if not config.training.skip_train:
             training.train()
         if state.iteration == resolved.train_iters or config.training.skip_train:
-            training.evaluate("valid", 1)
-            training.evaluate("test", 2)
+            training.finish()
     finally:
         log.close()
     finish(runtime)

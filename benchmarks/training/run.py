@@ -1,0 +1,124 @@
+"""Put rows side by side: every row runs in turn, several rounds over, so that drift hits all alike.
+
+python benchmarks/training/run.py --size small --groups single,dp2,tp2,pp2 --rounds 3
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from workload import WORKLOADS
+
+HERE = Path(__file__).parent
+#: group -> (processes, [(row, script, arguments)])
+GROUPS = {
+    "single": (
+        1,
+        [
+            ("mcore", "row_mcore.py", ["1", "1"]),
+            ("plain PyTorch", "row_torch.py", ["plain"]),
+            ("Hugging Face GPT-2", "row_torch.py", ["hf"]),
+        ],
+    ),
+    "dp2": (
+        2,
+        [("mcore", "row_mcore.py", ["1", "1"]), ("torch DDP", "row_torch.py", ["ddp"])],
+    ),
+    "tp2": (
+        2,
+        [
+            ("mcore", "row_mcore.py", ["2", "1"]),
+            ("mcore, sequence parallel", "row_mcore.py", ["2", "1", "sp"]),
+            ("torch DTensor", "row_torch.py", ["tp"]),
+        ],
+    ),
+    "pp2": (
+        2,
+        [
+            ("mcore 1F1B", "row_mcore.py", ["1", "2"]),
+            ("torch pipelining 1F1B", "row_torch.py", ["pp_1f1b"]),
+        ],
+    ),
+}
+
+
+def run_row(script: str, arguments: list[str], processes: int, options: argparse.Namespace) -> dict:
+    """One row once: its slowest rank's wall seconds of each step, CPU seconds of all ranks."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    threads = max(1, (os.cpu_count() or 2) // processes)
+    with tempfile.TemporaryDirectory() as folder:
+        started = []
+        for rank in range(processes):
+            environment = dict(
+                os.environ,
+                RANK=str(rank),
+                WORLD_SIZE=str(processes),
+                MASTER_ADDR="127.0.0.1",
+                MASTER_PORT=str(port),
+                OMP_NUM_THREADS=str(threads),
+                BENCHMARK_RECORD=f"{folder}/{rank}.json",
+                PYTHONPATH=os.pathsep.join([str(HERE), str(HERE.parents[1])]),
+                PYTHONWARNINGS="ignore",
+            )
+            command = [
+                sys.executable,
+                str(HERE / script),
+                options.size,
+                str(options.steps),
+                *arguments,
+            ]
+            started.append(subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL))
+        try:
+            codes = [process.wait(timeout=options.timeout) for process in started]
+        finally:
+            for process in started:
+                process.kill()
+        if any(codes):
+            raise SystemExit(f"{script} {' '.join(arguments)} failed with exit codes {codes}")
+        records = [json.loads(Path(folder, f"{r}.json").read_text()) for r in range(processes)]
+    losses = [record["loss"] for record in records if record["loss"] is not None]
+    return {
+        "wall": [max(step) for step in zip(*(r["wall"] for r in records), strict=True)],
+        "cpu": sum(record["cpu"] for record in records),
+        "loss": losses[-1],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("--size", choices=sorted(WORKLOADS), default="small")
+    parser.add_argument("--groups", default=",".join(GROUPS))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=5, help="timed steps a row and round")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds a row may take")
+    options = parser.parse_args()
+    tokens = WORKLOADS[options.size].tokens
+    for group in options.groups.split(","):
+        processes, rows = GROUPS[group]
+        results: dict[str, list[dict]] = {name: [] for name, _, _ in rows}
+        for _ in range(options.rounds):
+            for name, script, arguments in rows:
+                results[name].append(run_row(script, arguments, processes, options))
+        print(f"\n{group}, {options.size}: tokens/s median (best step) | CPU seconds a step | loss")
+        for name, found in results.items():
+            wall = [seconds for result in found for seconds in result["wall"]]
+            cpu = statistics.median(result["cpu"] for result in found)
+            print(
+                f"  {name:<26}{tokens / statistics.median(wall):9,.0f} "
+                f"({tokens / min(wall):,.0f}) | {cpu:.3f} | {found[-1]['loss']:.4f}",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
