@@ -54,7 +54,7 @@ def flush(path: Path) -> None:
 def raw_write(folder: Path, tensors: State) -> None:
     with open(folder / f"raw{dist.get_rank()}", "wb") as file:
         for data in tensors.values():
-            file.write(memoryview(data.numpy()).cast("B"))
+            file.write(data.numpy().data)
         file.flush()
         os.fsync(file.fileno())
 
@@ -62,7 +62,7 @@ def raw_write(folder: Path, tensors: State) -> None:
 def raw_read(folder: Path, tensors: State) -> None:
     with open(folder / f"raw{dist.get_rank()}", "rb") as file:
         for data in tensors.values():
-            file.readinto(memoryview(data.numpy()).cast("B"))
+            file.readinto(data.numpy().data)
 
 
 def torch_save(folder: Path, tensors: State) -> None:

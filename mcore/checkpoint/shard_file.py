@@ -91,7 +91,7 @@ def _write(path: Path, items: Sequence[ShardItem]) -> tuple[FileRecord, list[Chu
         ThreadPoolExecutor(1) as flusher,
     ):
         file.write(header)
-        flush = flusher.submit(os.fdatasync, file.fileno())
+        flush = flusher.submit(os.fsync, file.fileno())
         for item in items:
             data = _host_bytes(item)
             # One thread, so in order; it runs beside the write: hashlib and zlib free the GIL.
@@ -99,7 +99,7 @@ def _write(path: Path, items: Sequence[ShardItem]) -> tuple[FileRecord, list[Chu
             file.write(data)
             if flush.done():  # keep the disk busy from the start, not only at the end
                 flush.result()
-                flush = flusher.submit(os.fdatasync, file.fileno())
+                flush = flusher.submit(os.fsync, file.fileno())
             while len(sums) > _IN_FLIGHT:
                 checksums.append(sums.popleft().result())
         file.flush()

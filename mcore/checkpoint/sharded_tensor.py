@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from mcore.errors import ShapeError
+from mcore.topology.flat_range import FlatRange
 from mcore.topology.param_sharding import ParamSharding
 
 # Unit of checksums, of work shared between replicas and of memory while loading.
@@ -153,39 +154,33 @@ def whole_tensor(key: str, tensor: Tensor) -> ShardedTensor:
 
 
 def sharded_parameter(
-    key: str, tensor: Tensor, sharding: ParamSharding, *, for_save: bool
+    key: str,
+    tensor: Tensor,
+    sharding: ParamSharding,
+    *,
+    for_save: bool,
+    run: FlatRange | None = None,
 ) -> ShardedTensor:
     """A parameter, or an optimizer state of the same local shape, as part of its global tensor.
 
     Args:
         key: layout-free name; `model.` + the name of `global_named_parameters` for a parameter.
-        tensor: this rank's part, of the parameter's local shape; not copied.
+        tensor: this rank's part, of the parameter's local shape (or the elements of `run`); not
+            copied.
         sharding: how the parameter is cut (`sharding_of`).
         for_save: True = only what this rank owns: no replicated rows, nothing of a tied copy.
             False = everything, to be filled by `load`; padding rows become zero there.
+        run: the elements of the parameter's local tensor that `tensor` holds, where data-parallel
+            ranks share it out; all of them when None.
     """
     local = tensor.detach()
-    if for_save and sharding.tied_key is not None:
-        return ShardedTensor(key, sharding.global_shape, tensor.dtype, [])
+    run = FlatRange.whole(local) if run is None else run
     boxes = [
-        Rectangle(sharding.global_offsets(piece), view)
-        for piece, view in sharding.views(local, owned_only=for_save)
+        Rectangle(offsets, view)
+        for offsets, view in run.views(local, sharding, owned_only=for_save)
     ]
-    padding = [] if for_save else list(_uncovered(local, sharding))
+    padding = [] if for_save else list(run.padding(local, sharding))
     return ShardedTensor(key, sharding.global_shape, tensor.dtype, boxes, padding)
-
-
-def _uncovered(local: Tensor, sharding: ParamSharding) -> Iterator[Tensor]:
-    """Runs of rows that no piece covers: vocabulary padding."""
-    if local.dim() == 0:
-        return
-    position = 0
-    for piece in sorted(sharding.pieces, key=lambda piece: piece.local_start):
-        if piece.local_start > position:
-            yield local.narrow(sharding.dim, position, piece.local_start - position)
-        position = max(position, piece.local_start + piece.length)
-    if position < local.shape[sharding.dim]:
-        yield local.narrow(sharding.dim, position, local.shape[sharding.dim] - position)
 
 
 def _row_runs(box: Rectangle) -> Iterator[Rectangle]:
