@@ -37,7 +37,7 @@ types: env
 	$(BIN)/mypy $(PATHS)
 
 arch: env ## floors, cycles, globals, who may touch what; the generated pages
-	$(BIN)/python -m pytest -q tests/unit/test_architecture.py tests/unit/cli/test_flags_page.py
+	$(BIN)/python -m pytest -q tests/unit/test_architecture.py tests/unit/tools/test_flags_page.py
 
 docs: env ## write the generated pages
 	$(BIN)/python -m tools.flags_page docs/flags.md

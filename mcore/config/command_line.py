@@ -72,6 +72,7 @@ def add_flags(
     *,
     omit: Collection[str] = (),
     prefix: str = "",
+    may_lack_required: bool = False,
 ) -> None:
     """Add the flag of every described field that is not hidden.
 
@@ -82,14 +83,14 @@ def add_flags(
         config_class: a dataclass whose fields are made by `mcore.config.fields.flag`.
         omit: names of fields that have no effect in this program, and so get no flag.
         prefix: put before the field's name to make the name in the namespace.
+        may_lack_required: required fields may come from elsewhere; the program sees to it.
     """
     hints = typing.get_type_hints(config_class)
     for field in dataclasses.fields(config_class):
         described = flag_of(field)
         if described is not None and not described.hidden and field.name not in omit:
             names, options = _flag_options(field, described, hints[field.name])
-            if described.required:
-                options["required"] = True
+            options["required"] = described.required and not may_lack_required
             options.update(dest=prefix + field.name, default=argparse.SUPPRESS)
             group.add_argument(*names, **options)
 

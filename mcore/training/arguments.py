@@ -8,61 +8,19 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
-import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NoReturn, Union, get_args, get_origin
+from typing import Any
 
 import torch
 
-from mcore.config.fields import Flag, flag_of
+from mcore.config.command_line import StrictParser, add_flags
+from mcore.config.fields import flag_of
 from mcore.config.run import OPTION_NAMES, RunConfig
 from mcore.errors import ConfigError
 from mcore.training.legacy_flags import LEGACY, LegacyFlag, refused_flags
 
 ExtraArguments = Callable[[argparse.ArgumentParser], Any]
-
-
-class StrictParser(argparse.ArgumentParser):
-    """A parser that raises instead of exiting, knows no abbreviations, and suggests spellings."""
-
-    def __init__(self, **options: Any) -> None:
-        options.setdefault("allow_abbrev", False)
-        super().__init__(**options)
-
-    def error(self, message: str) -> NoReturn:
-        """Raise `ConfigError` in place of argparse's exit."""
-        raise ConfigError(message)
-
-    def parse_strictly(self, argv: Sequence[str]) -> argparse.Namespace:
-        """Parse, and name every unknown flag with the nearest known one.
-
-        Raises:
-            ConfigError: unknown or malformed flags.
-        """
-        namespace, unknown = self.parse_known_args(list(argv))
-        if unknown:
-            known = [option for action in self._actions for option in action.option_strings]
-            flags = [word for word in unknown if word.startswith("--")] or unknown
-            raise ConfigError("\n".join(_unknown(word, known) for word in flags))
-        return namespace
-
-
-def _unknown(word: str, known: list[str]) -> str:
-    name = word.split("=", 1)[0]
-    reason = refused_flags().get(name)
-    if reason is not None:
-        return f"{name} is not available: {reason}"
-    near = difflib.get_close_matches(name, known, n=3, cutoff=0.7)
-    starts = [option for option in known if name.startswith("--") and option.startswith(name)]
-    hint = (
-        f"; did you mean {' or '.join(dict.fromkeys(starts[:3] + near[:2]))}?"
-        if starts or near
-        else ""
-    )
-    kind = "flag" if word.startswith("-") else "argument"
-    return f"unknown {kind} {word!r}{hint}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -101,7 +59,7 @@ def parse(argv: Sequence[str], extra_args_provider: ExtraArguments | None = None
     """
     parser = build_parser(extra_args_provider)
     words = list(argv)
-    values = vars(parser.parse_strictly(words))
+    values = vars(parser.parse_args(words))
     typed: dict[str, dict[str, Any]] = {name: {} for name in _sections()}
     extra: dict[str, Any] = {}
     legacy: list[tuple[LegacyFlag, Any]] = []
@@ -213,86 +171,25 @@ def _require_model(values: Mapping[str, Any]) -> None:
 def build_parser(extra_args_provider: ExtraArguments | None = None) -> StrictParser:
     """The parser of every flag, in one group per configuration section."""
     parser = StrictParser(
+        refused=refused_flags(),
         prog="pretrain_gpt.py",
         description="Pretrain a GPT model. Start it with torchrun for more than one process.",
-        argument_default=argparse.SUPPRESS,
     )
     for name, kind in _sections().items():
         group = parser.add_argument_group(f"{name} options")
-        hints = typing.get_type_hints(kind)
-        for field in dataclasses.fields(kind):
-            description = flag_of(field)
-            if description is not None and not description.hidden:
-                _add_flag(group, f"{name}.{field.name}", field, description, hints[field.name])
+        add_flags(group, kind, prefix=f"{name}.", may_lack_required=True)
     legacy = parser.add_argument_group("other spellings, kept for existing scripts")
     for key, item in LEGACY.items():
-        legacy.add_argument(item.flag, dest=f"legacy.{key}", help=item.help, **item.options)
+        legacy.add_argument(
+            item.flag,
+            dest=f"legacy.{key}",
+            help=item.help,
+            default=argparse.SUPPRESS,
+            **item.options,
+        )
     if extra_args_provider is not None:
-        ours = set(parser._actions)
         extra_args_provider(parser)
-        for action in set(parser._actions) - ours:
-            # Only mcore's own flags may be absent from the result when they are not typed.
-            action.default = None if action.default is argparse.SUPPRESS else action.default
     return parser
-
-
-def _add_flag(
-    group: argparse._ArgumentGroup,
-    destination: str,
-    field: dataclasses.Field[Any],
-    description: Flag,
-    hint: Any,
-) -> None:
-    spelling = description.name or "--" + field.name.replace("_", "-")
-    text = _help_text(field, description)
-    if hint is bool:
-        if field.default is True:
-            stem = spelling.removeprefix("--")
-            names, action = [f"--no-{stem}", f"--disable-{stem}"], "store_false"
-            text = f"Switch off: {text}"
-        else:
-            names, action = [spelling, *description.aliases], "store_true"
-        group.add_argument(*names, dest=destination, action=action, help=text)
-        return
-    options: dict[str, Any] = {"dest": destination, "help": text}
-    kind = _strip_optional(hint)
-    if get_origin(kind) is tuple:
-        options["nargs"], options["action"], kind = "+", _Tuple, get_args(kind)[0]
-    if get_origin(kind) is Literal:
-        options["choices"] = list(get_args(kind))
-        kind = type(get_args(kind)[0])
-    if description.metavar is not None:
-        options["metavar"] = description.metavar
-    elif "choices" not in options:
-        options["metavar"] = {int: "N", float: "X", str: "TEXT"}[kind]
-    group.add_argument(spelling, *description.aliases, type=kind, **options)
-
-
-class _Tuple(argparse.Action):
-    """Stores several words as a tuple, since configurations are immutable."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        del parser, option_string
-        setattr(namespace, self.dest, tuple(values))
-
-
-def _help_text(field: dataclasses.Field[Any], description: Flag) -> str:
-    default = field.default
-    shown = default is not dataclasses.MISSING and default is not None
-    suffix = f" Default: {default}." if shown and not isinstance(default, bool) else ""
-    return (description.help + suffix).replace("%", "%%")
-
-
-def _strip_optional(hint: Any) -> Any:
-    if get_origin(hint) in (Union, types.UnionType):
-        return next(arg for arg in get_args(hint) if arg is not type(None))
-    return hint
 
 
 def _sections() -> dict[str, type]:
