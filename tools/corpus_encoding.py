@@ -1,8 +1,8 @@
-"""JSON lines to token ids on several processes, in the order of the input.
+"""Records to token ids on several processes, in the order of the input.
 
-The part of `preprocess_data.py` between the input files and the writer: reading, tokenizing, and
-the pool of workers. Every error names file and line, and the first faulty line of the input is the
-one reported, whatever the number of workers.
+The part of `preprocess_data.py` between the reader and the writer: parsing, tokenizing, and the
+pool of workers. Every error names file and line, and the first faulty line of the input is the one
+reported, whatever the number of workers.
 """
 
 from __future__ import annotations
@@ -11,17 +11,13 @@ import collections
 import concurrent.futures
 import dataclasses
 import functools
-import glob
-import gzip
 import json
 import logging
 import multiprocessing
 import os
 import signal
 import threading
-import typing
-import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any, NamedTuple
 
@@ -30,32 +26,37 @@ import numpy as np
 from mcore.config.tokenizer import TokenizerConfig
 from mcore.errors import DataError
 from mcore.log import get_logger
-from mcore.tokenizers import Tokenizer, build_tokenizer
+from mcore.tokenizers import Tokenizer, build_tokenizer, encode_texts
+from tools.corpus_reading import Chunk
+from tools.sentence_splitting import Splitter, build_splitter
 
-CHUNK_BYTES = 1 << 18  # of JSON a task: some 0.1 s of tokenizing, so that progress and memory flow
-CHUNK_LINES = 4096
 TASKS_IN_FLIGHT = 4  # per worker; bounds the memory when one long document holds up the order
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EncodeJob:
-    """All that a worker needs to know, the same for every chunk."""
+    """All that a worker needs to know, the same for every chunk.
+
+    Attributes:
+        tokenizer: makes the ids.
+        json_keys: keys of the records that are tokenized.
+        append_eod: end documents that have tokens with the end-of-document id.
+        dtype: of the ids.
+        skip_bad: leave faulty records out rather than fail.
+        language: split texts into sentences of it; None = a text is one sequence.
+        keep_newlines: leave white space between sentences at their ends.
+    """
 
     tokenizer: TokenizerConfig
     json_keys: tuple[str, ...]
     append_eod: bool
     dtype: str
+    skip_bad: bool = False
+    language: str | None = None
+    keep_newlines: bool = False
 
 
-class Chunk(NamedTuple):
-    """Consecutive lines of one file."""
-
-    path: str
-    first_line: int
-    lines: list[bytes]
-
-
-class EncodedChunk(NamedTuple):
+class EncodedPart(NamedTuple):
     """The documents of a chunk under one key: tokens, tokens a sequence, sequences a document."""
 
     tokens: np.ndarray
@@ -63,49 +64,33 @@ class EncodedChunk(NamedTuple):
     sequence_counts: np.ndarray
 
 
-def expand_inputs(patterns: Sequence[str]) -> list[str]:
-    """Input files in order: names as given, patterns as their sorted matches.
+class EncodedChunk(NamedTuple):
+    """What a chunk became.
 
-    Raises:
-        DataError: a name or pattern stands for no file.
+    Attributes:
+        parts: documents by key.
+        faults: what was wrong with records that were left out.
+        text_bytes: UTF-8 bytes of the texts.
     """
-    paths: list[str] = []
-    for pattern in patterns:
-        found = [pattern] if os.path.isfile(pattern) else sorted(glob.glob(pattern, recursive=True))
-        found = [path for path in found if os.path.isfile(path)]
-        if not found:
-            raise DataError(f"--input: there is no file {pattern!r}")
-        paths.extend(found)
-    return paths
+
+    parts: dict[str, EncodedPart]
+    faults: list[str]
+    text_bytes: int
 
 
-def read_chunks(paths: Sequence[str]) -> Iterator[Chunk]:
-    """Cut files into chunks of whole lines, in order.
+@dataclasses.dataclass(slots=True)
+class _Documents:
+    """Parsed records of a chunk.
 
-    Raises:
-        DataError: a file cannot be read; the message names it and the line reached.
+    Attributes:
+        texts: for each key, the texts of each document.
+        places: file and line of each document.
+        faults: records that were left out.
     """
-    for path in paths:
-        first, lines, size = 1, list[bytes](), 0
-        try:
-            with _open(path) as stream:
-                for line in stream:
-                    lines.append(line)
-                    size += len(line)
-                    if size >= CHUNK_BYTES or len(lines) >= CHUNK_LINES:
-                        yield Chunk(path, first, lines)
-                        first, lines, size = first + len(lines), [], 0
-        except (OSError, EOFError, zlib.error) as error:
-            line_number = first + len(lines)
-            raise DataError(f"{path}, line {line_number}: cannot be read: {error}") from error
-        if lines:
-            yield Chunk(path, first, lines)
 
-
-def _open(path: str) -> typing.BinaryIO:
-    with open(path, "rb") as stream:
-        packed = stream.read(2) == b"\x1f\x8b"
-    return typing.cast(typing.BinaryIO, gzip.open(path, "rb") if packed else open(path, "rb"))
+    texts: dict[str, list[list[str]]]
+    places: list[str] = dataclasses.field(default_factory=list)
+    faults: list[str] = dataclasses.field(default_factory=list)
 
 
 @functools.cache
@@ -114,97 +99,156 @@ def cached_tokenizer(config: TokenizerConfig) -> Tokenizer:
     return build_tokenizer(config)
 
 
-def encode_chunk(job: EncodeJob, chunk: Chunk) -> dict[str, EncodedChunk]:
+@functools.cache
+def _cached_splitter(language: str, keep_newlines: bool) -> Splitter:
+    return build_splitter(language, keep_newlines)[0]
+
+
+def encode_chunk(job: EncodeJob, chunk: Chunk) -> EncodedChunk:
     """Tokenize every document of a chunk, under every key.
 
     Raises:
-        DataError: a line is no JSON object, lacks a key, or holds something else than text there;
-            the message names file and line.
+        DataError: (unless `skip_bad`) a record is no JSON object, lacks a key, or holds something
+            else than text there; the message names file and line.
     """
-    tokenizer = cached_tokenizer(job.tokenizer)
-    documents: dict[str, list[list[str]]] = {key: [] for key in job.json_keys}
-    places: list[str] = []
-    for number, line in enumerate(chunk.lines, start=chunk.first_line):
-        if number == 1:
-            line = line.removeprefix(b"\xef\xbb\xbf")
-        if line.isspace() or not line:
+    documents = _Documents({key: [] for key in job.json_keys})
+    for place, source in _records(chunk):
+        try:
+            texts = _texts_of(job, chunk, source)
+        except DataError as error:
+            _fault(job, documents, f"{place}: {error}")
             continue
-        place = f"{chunk.path}, line {number}"
-        record = _parse(line, place)
-        for key in job.json_keys:
-            documents[key].append(_texts(record, key, place))
-        places.append(place)
-    return {key: _encode(job, tokenizer, documents[key], places) for key in job.json_keys}
+        documents.places.append(place)
+        for key, values in texts.items():
+            documents.texts[key].append(values)
+    try:
+        parts = _encode_all(job, documents)
+    except DataError:
+        _leave_out_untokenizable(job, documents)
+        parts = _encode_all(job, documents)
+    text_bytes = sum(
+        len(text) if text.isascii() else len(text.encode())
+        for texts in documents.texts.values()
+        for document in texts
+        for text in document
+    )
+    return EncodedChunk(parts, documents.faults, text_bytes)
 
 
-def _parse(line: bytes, place: str) -> dict[str, Any]:
+def _fault(job: EncodeJob, documents: _Documents, message: str) -> None:
+    if not job.skip_bad:
+        raise DataError(message)
+    documents.faults.append(message)
+
+
+def _records(chunk: Chunk) -> Iterator[tuple[str, Any]]:
+    """(place in words, bytes or row) of each record; blank lines are none."""
+    if isinstance(chunk.data, list):
+        for number, row in enumerate(chunk.data, chunk.first_line):
+            yield f"{chunk.path}, row {number}", row
+        return
+    data = chunk.data
+    if chunk.first_line == 1:
+        data = data.removeprefix(b"\xef\xbb\xbf")
+    if chunk.kind == "file":
+        yield chunk.path, data
+        return
+    for number, line in enumerate(data.split(b"\n"), chunk.first_line):
+        if line and not line.isspace():
+            yield f"{chunk.path}, line {number}", line
+
+
+def _texts_of(job: EncodeJob, chunk: Chunk, source: Any) -> dict[str, list[str]]:
+    """The texts of one record under each key."""
+    if chunk.kind in ("json", "row"):
+        record = _parse(source) if chunk.kind == "json" else source
+        texts = {key: _texts(record, key) for key in job.json_keys}
+    else:
+        texts = {key: [_decode(source)] for key in job.json_keys}
+    if job.language is None:
+        return texts
+    split = _cached_splitter(job.language, job.keep_newlines)
+    return {
+        key: [sentence for text in values for sentence in split(text)]
+        for key, values in texts.items()
+    }
+
+
+def _decode(data: bytes) -> str:
+    try:
+        return data.decode("utf-8").rstrip("\r\n")
+    except UnicodeDecodeError as error:
+        raise DataError(f"no UTF-8: {error}") from error
+
+
+def _parse(line: bytes) -> dict[str, Any]:
     try:
         record = json.loads(line.decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{place}: no JSON: {error}") from error
+        raise DataError(f"no JSON: {error}") from error
     if not isinstance(record, dict):
-        raise DataError(f"{place}: a JSON object is needed, got {type(record).__name__}")
+        raise DataError(f"a JSON object is needed, got {type(record).__name__}")
     return record
 
 
-def _texts(record: dict[str, Any], key: str, place: str) -> list[str]:
+def _texts(record: dict[str, Any], key: str) -> list[str]:
     if key not in record:
-        raise DataError(
-            f"{place}: there is no key {key!r} (--json-keys); the keys are {list(record)}"
-        )
+        raise DataError(f"there is no key {key!r} (--json-keys); the keys are {list(record)}")
     value = record[key]
     texts = value if isinstance(value, list) else [value]
     for text in texts:
         if not isinstance(text, str):
             kind = type(text).__name__
-            raise DataError(f"{place}: {key!r} must be a text or a list of texts, got {kind}")
+            raise DataError(f"{key!r} must be a text or a list of texts, got {kind}")
+        if text.isascii():
+            continue
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
-            raise DataError(f"{place}: {key!r} has half a surrogate pair: {error}") from error
+            raise DataError(f"{key!r} has half a surrogate pair: {error}") from error
     return texts
 
 
-def _encode(
-    job: EncodeJob, tokenizer: Tokenizer, documents: list[list[str]], places: list[str]
-) -> EncodedChunk:
-    encoded = iter(_tokenize(tokenizer, documents, places))
-    flat: list[int] = []
-    lengths: list[int] = []
-    counts: list[int] = []
-    for texts in documents:
-        sequences = [ids for ids in (next(encoded) for _ in texts) if ids]
-        if sequences and job.append_eod:
-            sequences[-1].append(tokenizer.eod)
-        for ids in sequences:
-            flat.extend(ids)
-            lengths.append(len(ids))
-        counts.append(len(sequences))
-    return EncodedChunk(
-        np.array(flat, dtype=job.dtype),
-        np.array(lengths, dtype=np.int64),
-        np.array(counts, dtype=np.int64),
-    )
+def _encode_all(job: EncodeJob, documents: _Documents) -> dict[str, EncodedPart]:
+    return {key: _encode(job, texts) for key, texts in documents.texts.items()}
 
 
-def _tokenize(
-    tokenizer: Tokenizer, documents: list[list[str]], places: list[str]
-) -> list[list[int]]:
-    try:
-        return tokenizer.tokenize_batch([text for texts in documents for text in texts])
-    except DataError:
-        for texts, place in zip(documents, places, strict=True):
-            for text in texts:
-                try:
+def _encode(job: EncodeJob, documents: list[list[str]]) -> EncodedPart:
+    tokenizer = cached_tokenizer(job.tokenizer)
+    ids, lengths = encode_texts(tokenizer, [text for texts in documents for text in texts])
+    texts_of = np.fromiter(map(len, documents), np.int64, len(documents))
+    document = np.repeat(np.arange(len(documents)), texts_of)[lengths > 0]
+    ends = np.cumsum(lengths)[lengths > 0]
+    lengths = lengths[lengths > 0]
+    if job.append_eod and len(lengths):
+        is_last = np.append(document[1:] != document[:-1], True)
+        ids = np.insert(ids, ends[is_last], tokenizer.eod)
+        lengths = lengths + is_last
+    counts = np.bincount(document, minlength=len(documents)).astype(np.int64)
+    return EncodedPart(ids.astype(job.dtype), lengths.astype(np.int64), counts)
+
+
+def _leave_out_untokenizable(job: EncodeJob, documents: _Documents) -> None:
+    """Find the records that the tokenizer refuses, one by one."""
+    tokenizer = cached_tokenizer(job.tokenizer)
+    good: list[int] = []
+    for number, place in enumerate(documents.places):
+        try:
+            for texts in documents.texts.values():
+                for text in texts[number]:
                     tokenizer.tokenize(text)
-                except DataError as error:
-                    raise DataError(f"{place}: {error}") from error
-        raise
+        except DataError as error:
+            _fault(job, documents, f"{place}: {error}")
+            continue
+        good.append(number)
+    documents.places = [documents.places[number] for number in good]
+    for key, texts in documents.texts.items():
+        documents.texts[key] = [texts[number] for number in good]
 
 
 def encode_in_order(
     job: EncodeJob, chunks: Iterator[Chunk], workers: int
-) -> Iterator[tuple[Chunk, dict[str, EncodedChunk]]]:
+) -> Iterator[tuple[Chunk, EncodedChunk]]:
     """Encode chunks on `workers` processes and hand them back in input order.
 
     One worker means this process. Memory stays bounded: few chunks are under way at any time.
@@ -220,7 +264,7 @@ def encode_in_order(
     pool = concurrent.futures.ProcessPoolExecutor(
         workers, multiprocessing.get_context("spawn"), initializer=_start_worker
     )
-    under_way: collections.deque[tuple[Chunk, concurrent.futures.Future[Any]]]
+    under_way: collections.deque[tuple[Chunk, concurrent.futures.Future[EncodedChunk]]]
     under_way = collections.deque()
     try:
         for chunk in chunks:

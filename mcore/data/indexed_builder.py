@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import array
 import os
 import shutil
 from collections.abc import Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, BinaryIO, TypeAlias
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -32,22 +31,38 @@ _COPY_BYTES = 16 << 20
 Tokens: TypeAlias = "Sequence[int] | np.ndarray | torch.Tensor"
 
 
+class BuilderState(NamedTuple):
+    """How much of an unfinished dataset is safely on the disk."""
+
+    tokens: int
+    sequences: int
+    documents: int
+
+
 class IndexedDatasetBuilder:
     """Appends sequences to `PREFIX.bin`, then writes `PREFIX.idx`.
 
-    Both files are written under temporary names and renamed by `finalize`, `.bin` first: an index
-    that exists is complete. Memory is 12 bytes a sequence, whatever the length of the corpus. As a
-    context manager it removes what is unfinished when the block fails.
+    All is written under temporary names and renamed by `finalize`, `.bin` first: an index that
+    exists is complete. Lengths and document boundaries wait on the disk as well, so that memory is
+    the same for any corpus. As a context manager it removes what is unfinished when the block
+    fails.
 
     Args:
         bin_path: the `.bin` file to make; an existing one is replaced by `finalize`.
         dtype: token type; `DType.optimal_dtype(vocab_size)` is Megatron's choice.
+        resume: go on with the temporary files of an earlier process from this state of theirs.
 
     Raises:
-        DataError: a dtype that tokens cannot have.
+        DataError: a dtype that tokens cannot have, or temporary files shorter than `resume` says.
     """
 
-    def __init__(self, bin_path: str, dtype: type[np.integer] | np.dtype = np.int32) -> None:
+    def __init__(
+        self,
+        bin_path: str,
+        dtype: type[np.integer] | np.dtype = np.int32,
+        *,
+        resume: BuilderState | None = None,
+    ) -> None:
         try:
             self._code = DType.code_from_dtype(dtype)
         except KeyError:
@@ -57,9 +72,26 @@ class IndexedDatasetBuilder:
             ) from None
         self._dtype = DType.dtype_from_code(self._code)
         self._bin_path = bin_path
-        self._lengths = array.array("i")
-        self._boundaries = array.array("q", [0])
-        self._bin: BinaryIO | None = open(_partial(bin_path), "wb")  # noqa: SIM115 - until finalize
+        state = BuilderState(0, 0, 0) if resume is None else resume
+        self._tokens, self._sequences, self._documents = state
+        self._closed_sequences = self._sequences
+        sizes = (
+            state.tokens * self._dtype.itemsize,
+            state.sequences * LENGTH_DTYPE.itemsize,
+            state.documents * POINTER_DTYPE.itemsize,
+        )
+        self._files: list[BinaryIO] | None = [
+            _open_partial(path, size) for path, size in zip(self._paths(), sizes, strict=True)
+        ]
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences so far."""
+        return self._sequences
+
+    def _paths(self) -> list[str]:
+        """Temporary files: tokens, sequence lengths, document ends."""
+        return [_partial(self._bin_path + kind) for kind in ("", ".lengths", ".documents")]
 
     def add_item(self, tokens: Tokens) -> None:
         """Append one sequence, [length]; `end_document` closes its document.
@@ -71,7 +103,7 @@ class IndexedDatasetBuilder:
 
     def end_document(self) -> None:
         """The sequences since the last document are a document (possibly an empty one)."""
-        self._boundaries.append(len(self._lengths))
+        self._end_documents(np.array([self._sequences], np.int64))
 
     def add_document(self, tokens: Tokens, lengths: Sequence[int]) -> None:
         """Append one document.
@@ -88,8 +120,27 @@ class IndexedDatasetBuilder:
                 f"a document of {len(tokens)} tokens cannot have sequences of lengths "
                 f"{list(lengths)}"
             )
-        self._write(tokens, lengths)
+        self._write(tokens, np.asarray(lengths, np.int64))
         self.end_document()
+
+    def add_documents(
+        self, tokens: np.ndarray, sequence_lengths: np.ndarray, sequence_counts: np.ndarray
+    ) -> None:
+        """Append many documents at once.
+
+        Args:
+            tokens: all tokens end to end, [tokens].
+            sequence_lengths: tokens of each sequence, [sequences].
+            sequence_counts: sequences of each document, [documents].
+
+        Raises:
+            DataError: an id that the dtype cannot hold, or a sequence of 2^31 tokens.
+        """
+        assert sequence_lengths.sum() == len(tokens)
+        assert sequence_counts.sum() == len(sequence_lengths)
+        ends = self._sequences + np.cumsum(sequence_counts, dtype=np.int64)
+        self._write(tokens, sequence_lengths)
+        self._end_documents(ends)
 
     def add_index(self, path_prefix: str) -> None:
         """Append a whole indexed dataset of the same dtype, document for document.
@@ -103,16 +154,23 @@ class IndexedDatasetBuilder:
                 f"{path_prefix} holds {other.dtype.name} tokens and cannot be appended to "
                 f"{self._dtype.name}; preprocess both with the same tokenizer"
             )
-        offset = len(self._lengths)
+        offset = self._sequences
+        tokens_file, lengths_file, _ = self._open_files()
         for row in range(0, len(other), _ROWS):
-            self._lengths.frombytes(
-                other.sequence_lengths[row : row + _ROWS].astype(np.int32).tobytes()
-            )
-        for row in range(1, len(other.document_indices), _ROWS):
-            boundaries = other.document_indices[row : row + _ROWS].astype(np.int64) + offset
-            self._boundaries.frombytes(boundaries.tobytes())
+            lengths_file.write(other.sequence_lengths[row : row + _ROWS].tobytes())
         with open(get_bin_path(path_prefix), "rb") as source:
-            shutil.copyfileobj(source, self._open_bin(), _COPY_BYTES)
+            shutil.copyfileobj(source, tokens_file, _COPY_BYTES)
+        self._tokens += other.num_tokens
+        self._sequences += len(other)
+        for row in range(1, len(other.document_indices), _ROWS):
+            self._end_documents(other.document_indices[row : row + _ROWS] + offset)
+
+    def save_state(self) -> BuilderState:
+        """Bring everything to the disk; a later builder can `resume` from what this returns."""
+        for file in self._open_files():
+            file.flush()
+            os.fsync(file.fileno())
+        return BuilderState(self._tokens, self._sequences, self._documents)
 
     def finalize(self, idx_path: str) -> None:
         """Write the index and give both files their names; the builder is then closed.
@@ -123,25 +181,36 @@ class IndexedDatasetBuilder:
         Raises:
             DataError: sequences after the last `end_document`.
         """
-        if self._boundaries[-1] != len(self._lengths):
-            open_sequences = len(self._lengths) - self._boundaries[-1]
+        files = self._open_files()
+        if self._closed_sequences != self._sequences:
+            open_sequences = self._sequences - self._closed_sequences
             raise DataError(f"{open_sequences} sequences belong to no document; call end_document")
-        _sync_and_close(self._open_bin())
-        self._bin = None
-        with open(_partial(idx_path), "wb") as file:
-            self._write_index(file)
+        for file in files:
             _sync_and_close(file)
+        self._files = None
+        with open(_partial(idx_path), "wb") as index:
+            self._write_index(index)
+            _sync_and_close(index)
         if os.path.exists(idx_path):
             os.remove(idx_path)  # an old index must never describe the new tokens
-        os.replace(_partial(self._bin_path), self._bin_path)
+        tokens_path, *others = self._paths()
+        os.replace(tokens_path, self._bin_path)
         os.replace(_partial(idx_path), idx_path)
+        for path in others:
+            os.remove(path)
 
     def discard(self) -> None:
-        """Close without a result and remove the temporary file."""
-        if self._bin is not None:
-            self._bin.close()
-            self._bin = None
-            os.remove(_partial(self._bin_path))
+        """Close without a result and remove the temporary files."""
+        self.suspend()
+        for path in self._paths():
+            if os.path.exists(path):
+                os.remove(path)
+
+    def suspend(self) -> None:
+        """Close and keep the temporary files, for a later builder to `resume`."""
+        files, self._files = self._files, None
+        for file in files or ():
+            file.close()
 
     def __enter__(self) -> IndexedDatasetBuilder:
         return self
@@ -152,21 +221,31 @@ class IndexedDatasetBuilder:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.discard()
+        if self._files is not None:
+            self.discard()
 
-    def _open_bin(self) -> BinaryIO:
-        if self._bin is None:
+    def _open_files(self) -> list[BinaryIO]:
+        if self._files is None:
             raise DataError(f"{self._bin_path} is finished; nothing can be added to it")
-        return self._bin
+        return self._files
 
-    def _write(self, tokens: Tokens, lengths: Sequence[int] | None = None) -> None:
+    def _write(self, tokens: Tokens, lengths: np.ndarray | None = None) -> None:
+        tokens_file, lengths_file, _ = self._open_files()
         values = np.asarray(tokens) if len(tokens) else np.empty(0, self._dtype)
         self._check_range(values)
-        try:
-            self._lengths.extend([len(values)] if lengths is None else lengths)
-        except OverflowError:
-            raise DataError("a sequence cannot have 2^31 tokens or more; split it") from None
-        self._open_bin().write(np.ascontiguousarray(values, self._dtype).data)
+        rows = np.array([len(values)], np.int64) if lengths is None else lengths
+        if len(rows) and int(rows.max()) > np.iinfo(LENGTH_DTYPE).max:
+            raise DataError("a sequence cannot have 2^31 tokens or more; split it")
+        lengths_file.write(rows.astype(LENGTH_DTYPE).data)
+        tokens_file.write(np.ascontiguousarray(values, self._dtype).data)
+        self._tokens += len(values)
+        self._sequences += len(rows)
+
+    def _end_documents(self, ends: np.ndarray) -> None:
+        self._open_files()[2].write(ends.astype(POINTER_DTYPE).data)
+        self._documents += len(ends)
+        if len(ends):
+            self._closed_sequences = int(ends[-1])
 
     def _check_range(self, values: np.ndarray) -> None:
         if values.dtype.kind not in "iu" or values.ndim != 1:
@@ -183,19 +262,34 @@ class IndexedDatasetBuilder:
                 f"({limits.min} to {limits.max}); use a wider dtype"
             )
 
-    def _write_index(self, file: BinaryIO) -> None:
-        sequences = len(self._lengths)
-        file.write(HEADER.pack(MAGIC, VERSION, self._code, sequences, len(self._boundaries)))
-        lengths = np.frombuffer(self._lengths, np.intc)
-        file.write(lengths.astype(LENGTH_DTYPE, copy=False).data)
+    def _write_index(self, index: BinaryIO) -> None:
+        _, lengths_path, documents_path = self._paths()
+        index.write(HEADER.pack(MAGIC, VERSION, self._code, self._sequences, self._documents + 1))
+        with open(lengths_path, "rb") as lengths:
+            shutil.copyfileobj(lengths, index, _COPY_BYTES)
         position = 0
-        for row in range(0, sequences, _ROWS):
-            sizes = lengths[row : row + _ROWS].astype(np.int64) * self._dtype.itemsize
-            ends = position + np.cumsum(sizes)
-            file.write((ends - sizes).astype(POINTER_DTYPE, copy=False).data)
-            position = int(ends[-1])
-        boundaries = np.frombuffer(self._boundaries, np.int64)
-        file.write(boundaries.astype(POINTER_DTYPE, copy=False).data)
+        with open(lengths_path, "rb") as lengths:
+            for _ in range(0, self._sequences, _ROWS):
+                rows = np.fromfile(lengths, LENGTH_DTYPE, _ROWS).astype(np.int64)
+                ends = position + np.cumsum(rows * self._dtype.itemsize)
+                index.write((ends - rows * self._dtype.itemsize).astype(POINTER_DTYPE).data)
+                position = int(ends[-1])
+        index.write(np.zeros(1, POINTER_DTYPE).data)
+        with open(documents_path, "rb") as documents:
+            shutil.copyfileobj(documents, index, _COPY_BYTES)
+
+
+def _open_partial(path: str, size: int) -> BinaryIO:
+    """A temporary file cut to the size that an earlier process was sure of; 0 = a new one."""
+    if size == 0:
+        return open(path, "wb")
+    file = open(path, "r+b")  # noqa: SIM115 - the builder's until finalize
+    if os.path.getsize(path) < size:
+        file.close()
+        raise DataError(f"{path} is shorter than its record says; remove it and start anew")
+    file.truncate(size)
+    file.seek(size)
+    return file
 
 
 def _partial(path: str) -> str:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mcore.tokenizers.base import NO_TOKEN
+import numpy as np
+
+from mcore.tokenizers.base import NO_TOKEN, EncodedTexts, lay_end_to_end
 
 NUM_BYTES = 256
 
@@ -26,6 +28,10 @@ class ByteLevelTokenizer:
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """`tokenize` of each text, in order."""
         return [self.tokenize(text) for text in texts]
+
+    def encode_texts(self, texts: Sequence[str]) -> EncodedTexts:
+        """Token ids of many texts as arrays."""
+        return lay_end_to_end([np.frombuffer(text.encode("utf-8"), np.uint8) for text in texts])
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """The text of the ids that are bytes; others, such as the end mark, are left out."""

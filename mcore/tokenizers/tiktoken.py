@@ -7,7 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from mcore.errors import ConfigError, DataError
-from mcore.tokenizers.base import NO_TOKEN, existing_file, read_json
+from mcore.tokenizers.base import (
+    NO_TOKEN,
+    EncodedTexts,
+    existing_file,
+    lay_end_to_end,
+    read_json,
+)
 
 # Megatron's default size: longer rank lists are cut there unless --vocab-size says otherwise.
 DEFAULT_VOCAB_SIZE = 2**17
@@ -90,6 +96,11 @@ class TikTokenizer:
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """`tokenize` of each text, in order."""
         return [self.tokenize(text) for text in texts]
+
+    def encode_texts(self, texts: Sequence[str]) -> EncodedTexts:
+        """Token ids of many texts as arrays."""
+        encode = self._backend.encode_to_numpy
+        return lay_end_to_end([encode(text, disallowed_special=()) for text in texts])
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """The text of token ids, special tokens spelled out."""

@@ -252,7 +252,13 @@ def test_byte_offsets_beyond_2_to_the_31(tmp_path):
 
 def test_merged_pointers_pass_2_to_the_31(tmp_path, monkeypatch):
     """The tokens are not copied here: only the arithmetic of the index is looked at."""
-    monkeypatch.setattr("shutil.copyfileobj", lambda *_: None)
+    copy = shutil.copyfileobj
+
+    def copy_small_files(source, target, size):
+        if os.fstat(source.fileno()).st_size < 1 << 20:
+            copy(source, target, size)
+
+    monkeypatch.setattr("shutil.copyfileobj", copy_small_files)
     lengths = [1_200_000_000, 3]
     with open(tmp_path / "big.bin", "wb") as file:
         file.truncate(sum(lengths) * 2)

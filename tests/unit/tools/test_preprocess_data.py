@@ -105,7 +105,8 @@ class TestGolden:
         assert done.returncode == 0, done.stderr
         for name in ("bpe_text_document.bin", "bpe_text_document.idx"):
             assert (tmp_path / name).read_bytes() == (GOLDEN / name).read_bytes()
-        assert sorted(os.listdir(tmp_path)) == ["bpe_text_document.bin", "bpe_text_document.idx"]
+        made = ["bpe_text_document.bin", "bpe_text_document.idx", "bpe_text_document.meta.json"]
+        assert sorted(os.listdir(tmp_path)) == made
         assert "documents: 400 (17 empty)" in done.stdout
         assert "EOD id: 0, EOD tokens: 383" in done.stdout
 
@@ -302,7 +303,8 @@ class TestCommandLine:
             (["--append"], "unknown flag '--append'; did you mean --append-eod?"),
             (["--tokenizer-mod=x"], "did you mean --tokenizer-model?"),
             (["--qwertz"], "unknown flag '--qwertz'"),
-            (["--split-sentences"], "--split-sentences is not available"),
+            (["--max-documents", "5"], "--max-documents is not available"),
+            (["--keep-newlines"], "--keep-newlines belongs to --split-sentences"),
             (["--dataset-impl", "lazy"], "invalid choice"),
             (["--workers", "0"], "--workers is 0"),
             (["--log-interval", "-1"], "--log-interval is -1"),
@@ -328,7 +330,7 @@ class TestCommandLine:
         tokens, _, _ = run(tmp_path, source, *BYTES, *old, "--log-interval", "5")
         assert len(tokens) == 10
         error = capsys.readouterr().err
-        assert "--partitions has no effect" in error
+        assert "--partitions needs nothing" in error
         assert "Processed 10 documents" in error
 
     def test_new_folders_are_made(self, tmp_path):

@@ -1,0 +1,145 @@
+"""`PREFIX.meta.json`: what is known about an indexed dataset beside its tokens.
+
+Written by the preprocessing tool, absent for files of other programs. It lies beside `.bin` and
+`.idx`, whose bytes stay Megatron's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable
+from typing import Any
+
+from mcore.errors import DataError
+
+FORMAT = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class CorpusMeta:
+    """What the preprocessing tool notes down.
+
+    Attributes:
+        tokenizer_type: class of the tokenizer.
+        tokenizer_fingerprint: hash of what the tokenizer does (`mcore.tokenizers.fingerprint`).
+        vocab_size: number of its ids.
+        eod_id: its end-of-document id, or None.
+        append_eod: documents end with that id.
+        dtype: token type of the file.
+        documents: documents, empty ones included.
+        empty_documents: documents without a token.
+        sequences: sequences.
+        tokens: tokens, end marks included.
+        eod_tokens: tokens that are the end-of-document id.
+        faulty_records: records of the input that were left out.
+        sentence_splitter: what cut documents into sequences, or None.
+        format: version of this file.
+    """
+
+    tokenizer_type: str
+    tokenizer_fingerprint: str
+    vocab_size: int
+    eod_id: int | None
+    append_eod: bool
+    dtype: str
+    documents: int
+    empty_documents: int
+    sequences: int
+    tokens: int
+    eod_tokens: int
+    faulty_records: int = 0
+    sentence_splitter: str | None = None
+    format: int = FORMAT
+
+    def write(self, prefix: str) -> None:
+        """Write the file, whole or not at all."""
+        path = meta_path(prefix)
+        with open(path + ".partial", "w", encoding="utf-8") as file:
+            json.dump(dataclasses.asdict(self), file, indent=1)
+            file.write("\n")
+        os.replace(path + ".partial", path)
+
+
+def meta_path(prefix: str) -> str:
+    """`PREFIX.meta.json`."""
+    return prefix + ".meta.json"
+
+
+def read_meta(prefix: str) -> CorpusMeta | None:
+    """What is known about a dataset; None where there is no such file.
+
+    Raises:
+        DataError: the file is damaged or of a later version.
+    """
+    path = meta_path(prefix)
+    if not os.path.exists(path):
+        return None
+    try:
+        with open(path, encoding="utf-8") as file:
+            values: dict[str, Any] = json.load(file)
+        if values.get("format") != FORMAT:
+            raise DataError(
+                f"{path} has format {values.get('format')!r}; this version reads {FORMAT}; "
+                "preprocess again, or remove the file to train without its checks"
+            )
+        return CorpusMeta(**values)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise DataError(
+            f"{path} is damaged ({error}); preprocess again, or remove the file to train without "
+            "its checks"
+        ) from error
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TokenizerIdentity:
+    """The tokenizer of a run, to compare corpora with.
+
+    Attributes:
+        tokenizer_type: its class.
+        vocab_size: number of its ids.
+        eod_id: its end-of-document id, or None.
+        fingerprint: computes the hash of what it does; asked only where there is one to compare.
+    """
+
+    tokenizer_type: str
+    vocab_size: int
+    eod_id: int | None
+    fingerprint: Callable[[], str]
+
+
+def check_meta(prefix: str, num_tokens: int, tokenizer: TokenizerIdentity) -> None:
+    """Refuse a corpus that another tokenizer made; a corpus without `.meta.json` passes.
+
+    A NullTokenizer reads no text, so only its sizes are compared.
+
+    Raises:
+        DataError: the corpus is of another tokenizer, or not the one that its `.meta.json` is of.
+    """
+    meta = read_meta(prefix)
+    if meta is None:
+        return
+    path = meta_path(prefix)
+    if meta.tokens != num_tokens:
+        raise DataError(
+            f"{path} is of {meta.tokens} tokens, but {prefix}.bin has {num_tokens}: it belongs to "
+            "another version of the corpus; restore the files, or remove it"
+        )
+    differences = []
+    if meta.vocab_size > tokenizer.vocab_size:
+        differences.append(f"vocabulary {meta.vocab_size}, this run {tokenizer.vocab_size}")
+    if meta.append_eod and meta.eod_id != tokenizer.eod_id:
+        differences.append(f"end-of-document id {meta.eod_id}, this run {tokenizer.eod_id}")
+    if "NullTokenizer" not in (tokenizer.tokenizer_type, meta.tokenizer_type) and (
+        meta.tokenizer_fingerprint != tokenizer.fingerprint()
+    ):
+        differences.append(
+            f"{meta.tokenizer_type} {meta.tokenizer_fingerprint}, this run "
+            f"{tokenizer.tokenizer_type} {tokenizer.fingerprint()}"
+        )
+    if differences:
+        raise DataError(
+            f"{prefix} was made with another tokenizer ({path}): {'; '.join(differences)}; give "
+            "the tokenizer it was made with, or preprocess the text again"
+        )

@@ -1,0 +1,294 @@
+"""Kinds of input, faulty records, sentences, interrupted runs, and the note beside the output."""
+
+import io
+import json
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mcore.config.tokenizer import TokenizerConfig
+from mcore.data.corpus_meta import TokenizerIdentity, check_meta, read_meta
+from mcore.errors import DataError
+from mcore.tokenizers import build_tokenizer, encode_texts, fingerprint
+from tests.unit.tools.test_preprocess_data import (
+    BPE,
+    BYTES,
+    GOLDEN,
+    null,
+    read_indexed,
+    run,
+    run_failing,
+    write_lines,
+)
+from tools import preprocess_data
+from tools.preprocess_data import main
+from tools.sentence_splitting import split_by_rule
+
+TEXTS = ["one", "", "two\nlines \u00fc", "three"]
+
+
+def bytes_of(prefix):
+    return Path(f"{prefix}.bin").read_bytes(), Path(f"{prefix}.idx").read_bytes()
+
+
+@pytest.fixture
+def plain(tmp_path):
+    """(the lines as bytes, the output for them)."""
+    source = write_lines(tmp_path / "plain.jsonl", *TEXTS)
+    run(tmp_path, source, *BYTES)
+    return source.read_bytes(), bytes_of(tmp_path / "out_text_document")
+
+
+class TestKindsOfInput:
+    def check(self, tmp_path, source, plain, *arguments):
+        run(tmp_path, source, *BYTES, *arguments)
+        assert bytes_of(tmp_path / "out_text_document") == plain[1]
+
+    @pytest.mark.parametrize("packing", ["gzip", "bz2", "lzma"])
+    def test_packed_lines_whatever_the_name(self, tmp_path, plain, packing):
+        source = tmp_path / "in.data"
+        source.write_bytes(__import__(packing).compress(plain[0]))
+        self.check(tmp_path, source, plain)
+
+    def test_zstandard(self, tmp_path, plain):
+        zstandard = pytest.importorskip("zstandard")
+        half = len(plain[0]) // 2
+        frames = [zstandard.compress(plain[0][:half]), zstandard.compress(plain[0][half:])]
+        source = tmp_path / "in.jsonl.zst"
+        source.write_bytes(b"".join(frames))
+        self.check(tmp_path, source, plain)
+
+    def test_damaged_zstandard(self, tmp_path, capsys):
+        zstandard = pytest.importorskip("zstandard")
+        source = tmp_path / "in.jsonl.zst"
+        source.write_bytes(zstandard.compress(b'{"text": "abc"}\n')[:9] + b"\0" * 20)
+        assert f"{source}, line 1: cannot be read" in run_failing(tmp_path, capsys, source, *BYTES)
+
+    def test_parquet(self, tmp_path, plain):
+        parquet = pytest.importorskip("pyarrow.parquet")
+        pyarrow = pytest.importorskip("pyarrow")
+        source = tmp_path / "in.parquet"
+        parquet.write_table(pyarrow.table({"n": [1, 2, 3, 4], "text": TEXTS}), source)
+        self.check(tmp_path, source, plain)
+
+    @pytest.mark.parametrize(
+        ("name", "content", "package"),
+        [("in.jsonl.zst", b"\x28\xb5\x2f\xfd", "zstandard"), ("in.parquet", b"PAR1", "pyarrow")],
+    )
+    def test_packages_that_are_not_there(
+        self, tmp_path, capsys, monkeypatch, name, content, package
+    ):
+        monkeypatch.setitem(sys.modules, package, None)
+        source = tmp_path / name
+        source.write_bytes(content)
+        error = run_failing(tmp_path, capsys, source, *BYTES)
+        assert f"{source} needs the Python package {package}" in error
+
+    def test_a_text_file_is_a_document(self, tmp_path):
+        source = tmp_path / "in.txt"
+        source.write_text("a\nb\n")
+        tokens, lengths, documents = run(tmp_path, source, *BYTES)
+        assert (bytes(tokens.tolist()), lengths, documents) == (b"a\nb", [3], [0, 1])
+
+    def test_lines_of_a_text_file(self, tmp_path):
+        source = tmp_path / "in.txt"
+        source.write_text("a\n\nbc\n")
+        _, lengths, _ = run(tmp_path, source, *BYTES, "--txt-documents", "line")
+        assert lengths == [1, 2]
+
+    def test_standard_input(self, tmp_path, plain, monkeypatch):
+        with open(tmp_path / "plain.jsonl", "rb") as file:
+            monkeypatch.setattr("sys.stdin", io.TextIOWrapper(file))
+            self.check(tmp_path, "-", plain)
+
+    def test_standard_input_alone(self, tmp_path, capsys):
+        arguments = ["--input", "-", "x.jsonl", "--output-prefix", str(tmp_path / "out")]
+        assert main([*arguments, *BYTES]) == 1
+        assert "cannot stand beside other inputs" in capsys.readouterr().err
+
+
+class TestFaultyRecords:
+    def test_they_are_named_counted_and_left_out(self, tmp_path, capsys):
+        source = tmp_path / "in.jsonl"
+        lines = ['{"text": "1 2"}', "{no", '{"x": 1}', '{"text": "9 100"}', "", '{"text": "3"}']
+        source.write_text("\n".join(lines))
+        tokens, _, documents = run(tmp_path, source, *null(100), "--on-bad-line", "skip")
+        assert (tokens.tolist(), documents) == ([1, 2, 3], [0, 1, 2])
+        out, error = capsys.readouterr()
+        assert "records left out: 3" in out
+        assert f"left out: {source}, line 2: no JSON" in error
+        assert f"left out: {source}, line 3: there is no key 'text'" in error
+        assert f"left out: {source}, line 4: token id 100 is outside" in error
+
+    def test_a_record_is_left_out_under_every_key(self, tmp_path):
+        source = tmp_path / "in.jsonl"
+        source.write_text('{"a": "1", "b": "x"}\n{"a": "2", "b": "3"}\n')
+        arguments = ["--input", str(source), "--output-prefix", str(tmp_path / "out"), *null(9)]
+        assert main([*arguments, "--json-keys", "a", "b", "--on-bad-line", "skip"]) == 0
+        assert read_indexed(tmp_path / "out_a_document")[0].tolist() == [2]
+        assert read_indexed(tmp_path / "out_b_document")[0].tolist() == [3]
+
+
+class TestSentences:
+    @pytest.mark.parametrize(
+        ("text", "sentences"),
+        [
+            ("One. Two!  Three?", ["One.", "Two!", "Three?"]),
+            ("He said \u201cno.\u201d She left.", ["He said \u201cno.\u201d", "She left."]),
+            ("Dr. Who met J. Smith, i.e. him. Yes.", ["Dr. Who met J. Smith, i.e. him.", "Yes."]),
+            ("At 3.14 it was... nothing. End", ["At 3.14 it was... nothing.", "End"]),
+            ("A title\n\nA text", ["A title", "A text"]),
+            ("\u4f60\u597d\u3002\u518d\u89c1\uff01", ["\u4f60\u597d\u3002", "\u518d\u89c1\uff01"]),
+            ("  \n ", []),
+        ],
+    )
+    def test_the_rule(self, text, sentences):
+        assert split_by_rule(text) == sentences
+
+    def test_with_its_gaps_a_text_is_whole(self):
+        text = "One.  Two!\n\nThree? \n"
+        assert "".join(split_by_rule(text, keep_newlines=True)) == text
+
+    def test_sentences_are_sequences(self, tmp_path):
+        source = write_lines(tmp_path / "in.jsonl", "A b. C.", "D")
+        arguments = ["--input", str(source), "--output-prefix", str(tmp_path / "out"), *BYTES]
+        assert main([*arguments, "--split-sentences", "--append-eod"]) == 0
+        _, lengths, documents = read_indexed(tmp_path / "out_text_sentence")
+        assert (lengths, documents) == ([4, 3, 2], [0, 2, 3])
+        assert read_meta(str(tmp_path / "out_text_sentence")).sentence_splitter is not None
+
+
+class TestInterruptedRuns:
+    @pytest.fixture
+    def source(self, tmp_path):
+        texts = [f"document {i} " * 40 for i in range(4000)]
+        return write_lines(tmp_path / "in.jsonl", *texts)
+
+    def arguments(self, tmp_path, source, name):
+        arguments = ["--input", str(source), "--output-prefix", str(tmp_path / name)]
+        return [*arguments, *BYTES, "--workers", "1", "--append-eod"]
+
+    def interrupt(self, monkeypatch, arguments, chunks):
+        """Stop after some chunks; a state is noted after each."""
+        encode = preprocess_data.encode_in_order
+        clock = iter(range(0, 10**9, 1000))
+
+        def some(*job):
+            for number, result in enumerate(encode(*job)):
+                if number == chunks:
+                    raise KeyboardInterrupt
+                yield result
+
+        with monkeypatch.context() as patch:
+            patch.setattr(preprocess_data, "encode_in_order", some)
+            patch.setattr(time, "monotonic", lambda: next(clock))
+            with pytest.raises(KeyboardInterrupt):
+                main(arguments)
+
+    def test_the_same_command_goes_on(self, tmp_path, source, monkeypatch, capsys):
+        assert main(self.arguments(tmp_path, source, "whole")) == 0
+        arguments = self.arguments(tmp_path, source, "out")
+        self.interrupt(monkeypatch, arguments, 3)
+        assert not (tmp_path / "out_text_document.idx").exists()
+        with open(tmp_path / "out_text_document.bin.partial", "ab") as file:
+            file.write(b"what was not yet noted")
+        capsys.readouterr()
+        assert main(arguments) == 0
+        assert "an interrupted run goes on at" in capsys.readouterr().err
+        whole = tmp_path / "whole_text_document"
+        assert bytes_of(tmp_path / "out_text_document") == bytes_of(whole)
+        assert read_meta(str(tmp_path / "out_text_document")) == read_meta(str(whole))
+        assert not list(tmp_path.glob("*.partial"))
+        assert not list(tmp_path.glob("*state*"))
+
+    def test_another_input_starts_anew(self, tmp_path, source, monkeypatch, capsys):
+        arguments = self.arguments(tmp_path, source, "out")
+        self.interrupt(monkeypatch, arguments, 2)
+        write_lines(source, "other")
+        assert main(arguments) == 0
+        assert "goes on" not in capsys.readouterr().err
+        assert len(read_indexed(tmp_path / "out_text_document")[1]) == 1
+        assert not list(tmp_path.glob("*.partial"))
+
+
+class TestFastByteLevelBPE:
+    CONFIG = TokenizerConfig(
+        tokenizer_type="GPT2BPETokenizer",
+        vocab_file=str(GOLDEN / "vocab.json"),
+        merge_file=str(GOLDEN / "merges.txt"),
+    )
+
+    def test_random_characters(self):
+        generator = np.random.default_rng(1)
+        tokenizer = build_tokenizer(self.CONFIG)
+        ranges = [(0, 0x80), (0, 0x3000), (0xE000, 0x20000), (0, 0x110000)]
+        texts = []
+        for low, high in ranges * 40:
+            points = generator.integers(low, high, 60)
+            texts.append("".join(chr(p) for p in points if not 0xD800 <= p < 0xE000))
+        texts += [" " * 300_000, "a" * 100_000, "\n" * 60_000 + "x"]
+        ids, lengths = encode_texts(tokenizer, texts)
+        expected = tokenizer.tokenize_batch(texts)
+        assert tokenizer._fast is not None
+        assert lengths.tolist() == [len(row) for row in expected]
+        assert ids.tolist() == [token for row in expected for token in row]
+
+    @pytest.mark.parametrize("fault", ["unreachable", "twice"])
+    def test_a_vocabulary_that_does_not_fit_goes_the_slow_way(self, tmp_path, fault):
+        vocab = json.loads((GOLDEN / "vocab.json").read_text(encoding="utf-8"))
+        merges = (GOLDEN / "merges.txt").read_text(encoding="utf-8").splitlines()
+        first, second = next(m.split(" ") for m in merges if not m.startswith("#"))
+        if fault == "unreachable":  # first and second merge before second and q
+            vocab[second + "q"] = len(vocab)
+            vocab[first + second + "q"] = len(vocab)
+            merges += [f"{second} q", f"{first} {second}q"]
+        else:
+            merges.append(f"{first} {second}")
+        (tmp_path / "v.json").write_text(json.dumps(vocab), encoding="utf-8")
+        (tmp_path / "m.txt").write_text("\n".join(merges) + "\n", encoding="utf-8")
+        tokenizer = build_tokenizer(
+            TokenizerConfig(
+                tokenizer_type="GPT2BPETokenizer",
+                vocab_file=str(tmp_path / "v.json"),
+                merge_file=str(tmp_path / "m.txt"),
+            )
+        )
+        text = "queue " + first + second + "q"
+        assert encode_texts(tokenizer, [text]).ids.tolist() == tokenizer.tokenize(text)
+        assert tokenizer._fast is None
+
+
+class TestMeta:
+    def identity(self, config):
+        tokenizer = build_tokenizer(config)
+        return TokenizerIdentity(
+            config.tokenizer_type,
+            tokenizer.vocab_size,
+            tokenizer.eod,
+            lambda: fingerprint(tokenizer),
+        )
+
+    def test_the_tokenizer_that_made_it(self, tmp_path):
+        source = write_lines(tmp_path / "in.jsonl", "some text")
+        tokens, _, _ = run(tmp_path, source, *BPE, "--append-eod")
+        prefix = str(tmp_path / "out_text_document")
+        meta = read_meta(prefix)
+        assert (meta.documents, meta.tokens, meta.eod_tokens) == (1, len(tokens), 1)
+        check_meta(prefix, len(tokens), self.identity(TestFastByteLevelBPE.CONFIG))
+        other = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=2048)
+        with pytest.raises(DataError, match="end-of-document id 0, this run 2047"):
+            check_meta(prefix, len(tokens), self.identity(other))
+        with pytest.raises(DataError, match="made with another tokenizer"):
+            check_meta(
+                prefix,
+                len(tokens),
+                self.identity(TokenizerConfig(tokenizer_type="ByteLevelTokenizer")),
+            )
+        with pytest.raises(DataError, match="another version of the corpus"):
+            check_meta(prefix, len(tokens) + 1, self.identity(TestFastByteLevelBPE.CONFIG))
+
+    def test_foreign_files_have_none(self, tmp_path):
+        check_meta(str(tmp_path / "foreign"), 5, self.identity(TestFastByteLevelBPE.CONFIG))

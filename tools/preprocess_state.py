@@ -1,0 +1,104 @@
+"""Where an interrupted preprocessing run can go on: `OUTPUT-PREFIX.preprocess_state.json`.
+
+It is written from time to time, after the temporary output files have reached the disk, and removed
+when the run ends, well or not. A run that was killed leaves it; the same command then continues.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from mcore.data.indexed_builder import BuilderState
+from tools.corpus_reading import STDIN, Place
+
+
+@dataclasses.dataclass(slots=True)
+class Counts:
+    """What went into one pair of files."""
+
+    documents: int = 0
+    empty_documents: int = 0
+    tokens: int = 0
+    eod_tokens: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class State:
+    """A point that a run has passed.
+
+    Attributes:
+        place: where in the input it goes on.
+        builders: for each key, what its files hold.
+        counts: for each key, what was counted.
+        faulty_records: records left out.
+    """
+
+    place: Place
+    builders: dict[str, BuilderState]
+    counts: dict[str, Counts]
+    faulty_records: int
+
+
+class StateFile:
+    """Reads and writes the state of one command.
+
+    Args:
+        output_prefix: the command's.
+        inputs: input files; a change of one makes an old state useless.
+        options: all that the output depends on, as plain values.
+    """
+
+    def __init__(self, output_prefix: str, inputs: Sequence[str], options: Any) -> None:
+        self._path = output_prefix + ".preprocess_state.json"
+        self._can_resume = STDIN not in inputs
+        files = [(path, _stamp(path)) for path in inputs if path != STDIN]
+        text = json.dumps([files, options], sort_keys=True)
+        self._job = hashlib.sha256(text.encode()).hexdigest()
+
+    def read(self) -> State | None:
+        """The state of an interrupted run of this very command, or None."""
+        if not self._can_resume or not os.path.exists(self._path):
+            return None
+        try:
+            with open(self._path, encoding="utf-8") as file:
+                values = json.load(file)
+            if values["job"] != self._job:
+                return None
+            return State(
+                Place(*values["place"]),
+                {key: BuilderState(*state) for key, state in values["builders"].items()},
+                {key: Counts(**counts) for key, counts in values["counts"].items()},
+                values["faulty_records"],
+            )
+        except (ValueError, KeyError, TypeError):
+            return None
+
+    def write(self, state: State) -> None:
+        """Note a state, whole or not at all."""
+        if not self._can_resume:
+            return
+        values = {
+            "job": self._job,
+            "place": state.place,
+            "builders": state.builders,
+            "counts": {key: dataclasses.asdict(counts) for key, counts in state.counts.items()},
+            "faulty_records": state.faulty_records,
+        }
+        with open(self._path + ".partial", "w", encoding="utf-8") as file:
+            json.dump(values, file)
+        os.replace(self._path + ".partial", self._path)
+
+    def remove(self) -> None:
+        """Forget what was noted."""
+        if os.path.exists(self._path):
+            os.remove(self._path)
+
+
+def _stamp(path: str) -> tuple[int, int]:
+    status = os.stat(path)
+    return status.st_size, status.st_mtime_ns
