@@ -37,5 +37,9 @@ class DataError(McoreError, ValueError):
     """A data file or data option that cannot be used."""
 
 
+class NumericsError(McoreError, ArithmeticError):
+    """Numbers that cannot be trained on: not finite, and no remedy is left."""
+
+
 class UnsupportedError(McoreError, NotImplementedError):
     """A combination that mcore refuses by name rather than compute wrongly."""

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from mcore.config.run import RunConfig
 from mcore.errors import ConfigError, TopologyError
+from mcore.num_microbatches_calculator import parse_step_schedule
 from mcore.topology.rank_layout import data_parallel_size
 
 Check = Callable[[RunConfig, int], str | None]
@@ -57,7 +58,11 @@ def _batch(config: RunConfig, world_size: int) -> str | None:
         return None
     dp = world_size // shards
     per_step = micro * dp
+    if training.rampup_batch_size is not None:
+        return _ramp(config, dp)
     if batch % per_step == 0:
+        return None
+    if training.decrease_batch_size_if_needed and batch > per_step:
         return None
     nearest = ", ".join(
         str(n) for n in (batch // per_step * per_step, -(-batch // per_step) * per_step) if n
@@ -65,6 +70,58 @@ def _batch(config: RunConfig, world_size: int) -> str | None:
     return (
         f"--global-batch-size ({batch}) must be a multiple of --micro-batch-size ({micro}) x "
         f"data-parallel size ({dp}) = {per_step}; nearest: {nearest}"
+    )
+
+
+def _ramp(config: RunConfig, dp: int) -> str | None:
+    """Every batch size of the ramp is a whole number of micro batches."""
+    training = config.training
+    assert training.rampup_batch_size is not None
+    assert training.global_batch_size is not None
+    assert training.micro_batch_size is not None
+    start, increment, _ = training.rampup_batch_size
+    per_step = training.micro_batch_size * dp
+    if start < 1 or increment < 1 or (training.global_batch_size - start) % increment:
+        return (
+            f"--rampup-batch-size {start} {increment}: whole steps of the increment must lead from "
+            f"the start to --global-batch-size ({training.global_batch_size})"
+        )
+    sizes = range(start, training.global_batch_size + 1, increment)
+    bad = next((size for size in sizes if size % per_step), None)
+    if bad is None or (training.decrease_batch_size_if_needed and start >= per_step):
+        return None
+    return (
+        f"--rampup-batch-size reaches a global batch of {bad}, which is no multiple of "
+        f"--micro-batch-size ({training.micro_batch_size}) x data-parallel size ({dp}) = "
+        f"{per_step}; change start or increment, or use --decrease-batch-size-if-needed"
+    )
+
+
+def _step_schedule(config: RunConfig, world_size: int) -> str | None:
+    model, training = config.model, config.training
+    text, micro, length = (
+        training.step_batch_size_schedule,
+        training.micro_batch_size,
+        training.seq_length,
+    )
+    if text is None or micro is None or length is None:
+        return None
+    shards = (
+        model.tensor_model_parallel_size
+        * model.pipeline_model_parallel_size
+        * model.context_parallel_size
+    )
+    per_step = micro * max(1, world_size // shards)
+    try:
+        sizes = [size for _, size in parse_step_schedule(text, length)]
+    except ConfigError as error:
+        return str(error)
+    bad = next((size for size in sizes if size % per_step), None)
+    if bad is None:
+        return None
+    return (
+        f"--step-batch-size-schedule has a global batch of {bad}, which is no multiple of "
+        f"--micro-batch-size x data-parallel size = {per_step}"
     )
 
 
@@ -141,21 +198,29 @@ def _data(config: RunConfig, world_size: int) -> str | None:
     return "no training data: give --data-path PREFIX (see --help for the other forms)"
 
 
-def _masks(config: RunConfig, world_size: int) -> str | None:
-    del world_size
-    if not config.data.reset_attention_mask:
-        return None
-    return (
-        "--reset-attention-mask is not built into attention yet; drop it (--reset-position-ids and "
-        "--eod-mask-loss work)"
-    )
-
-
 def _tokenizer(config: RunConfig, world_size: int) -> str | None:
     del world_size
     if config.tokenizer.tokenizer_type is None:
         return "--tokenizer-type is missing; the vocabulary and the end-of-document id come from it"
     return None
+
+
+def _precision(config: RunConfig, world_size: int) -> str | None:
+    del world_size
+    if config.training.bf16 and config.optimizer.fp16:
+        return "--bf16 and --fp16 exclude each other; give one"
+    return None
+
+
+def _instances(config: RunConfig, world_size: int) -> str | None:
+    model, instances = config.model, config.ddp.num_distributed_optimizer_instances
+    others = model.tensor_model_parallel_size * model.pipeline_model_parallel_size
+    if world_size % others or (world_size // others) % instances == 0:
+        return None
+    return (
+        f"--num-distributed-optimizer-instances ({instances}) must divide the data-parallel size "
+        f"({world_size // others})"
+    )
 
 
 def _save(config: RunConfig, world_size: int) -> str | None:
@@ -169,6 +234,7 @@ CHECKS: tuple[Check, ...] = (
     _required,
     _world,
     _batch,
+    _step_schedule,
     _train_samples,
     _sequence_parallel,
     _positions,
@@ -176,8 +242,9 @@ CHECKS: tuple[Check, ...] = (
     _virtual,
     _layers,
     _data,
-    _masks,
     _tokenizer,
+    _precision,
+    _instances,
     _save,
 )
 

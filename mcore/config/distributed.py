@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from mcore.config.fields import flag
 from mcore.errors import ConfigError
+
+ShardingStrategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
+
+#: In the order of the ZeRO stages 0 to 3.
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,10 +40,62 @@ class DistributedDataParallelConfig:
         name="--ddp-num-buckets",
         help="Number of buckets that the parameters of a model chunk fall into, instead of a size.",
     )
+    data_parallel_sharding_strategy: ShardingStrategy | None = flag(
+        None,
+        help="What data-parallel ranks share out rather than hold each: nothing (no_shard, the "
+        "default), optimizer state (optim, ZeRO-1), gradients too (optim_grads, ZeRO-2), "
+        "parameters too (optim_grads_params, ZeRO-3).",
+    )
+    use_distributed_optimizer: bool = flag(
+        False, help="The same as --data-parallel-sharding-strategy optim (ZeRO-1)."
+    )
+    overlap_param_gather: bool = flag(
+        False, help="Collect updated parameters while the next forward runs (ZeRO-1 and 2)."
+    )
+    num_distributed_optimizer_instances: int = flag(
+        1, help="Copies of the sharded state among the data-parallel ranks (hybrid sharding)."
+    )
+    reshard_every_microbatch: bool = flag(
+        False,
+        help="Free gathered parameters after every microbatch also in a pipeline, where they stay "
+        "for the whole step otherwise (ZeRO-3).",
+    )
 
     def __post_init__(self) -> None:
+        strategy = self.data_parallel_sharding_strategy
+        if strategy is not None and strategy not in STRATEGIES:
+            raise ConfigError(
+                f"data_parallel_sharding_strategy is {strategy!r}; use one of "
+                f"{', '.join(STRATEGIES)}"
+            )
+        if self.use_distributed_optimizer and strategy not in (None, "optim"):
+            raise ConfigError(
+                f"use_distributed_optimizer means data_parallel_sharding_strategy optim, which is "
+                f"{strategy}; drop one of the two"
+            )
+        if self.sharding_stage == 0:
+            for name in ("overlap_param_gather", "reshard_every_microbatch"):
+                if getattr(self, name):
+                    raise ConfigError(f"{name} needs sharding; add use_distributed_optimizer")
+            if self.num_distributed_optimizer_instances > 1:
+                raise ConfigError(
+                    "num_distributed_optimizer_instances needs sharding; add "
+                    "use_distributed_optimizer"
+                )
+        if self.num_distributed_optimizer_instances < 1:
+            raise ConfigError(
+                f"num_distributed_optimizer_instances is "
+                f"{self.num_distributed_optimizer_instances}; use a whole number from 1 up"
+            )
         if self.bucket_size is not None and self.num_buckets is not None:
             raise ConfigError("give bucket_size or num_buckets, not both")
         for name, value in (("bucket_size", self.bucket_size), ("num_buckets", self.num_buckets)):
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}; it must be at least 1")
+
+    @property
+    def sharding_stage(self) -> int:
+        """ZeRO stage, 0 to 3."""
+        if self.use_distributed_optimizer:
+            return 1
+        return STRATEGIES.index(self.data_parallel_sharding_strategy or "no_shard")

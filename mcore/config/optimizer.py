@@ -33,6 +33,20 @@ class OptimizerConfig:
     clip_grad: float = flag(
         1.0, help="Largest global L2 norm of the gradient; 0 = measured, not clipped."
     )
+    fp16: bool = flag(
+        False, help="float16 parameters and activations, float32 main parameters, scaled loss."
+    )
+    loss_scale: float | None = flag(
+        None, help="Constant loss scale, also without --fp16; dynamic with --fp16 when absent."
+    )
+    initial_loss_scale: float = flag(2.0**32, help="First dynamic loss scale.")
+    min_loss_scale: float = flag(1.0, help="Lowest dynamic loss scale; training stops below it.")
+    loss_scale_window: int = flag(
+        1000, help="Iterations in a row without overflow after which the loss scale doubles."
+    )
+    hysteresis: int = flag(
+        2, help="Overflows that the loss scale bears before it halves; refilled when it doubles."
+    )
 
     def __post_init__(self) -> None:
         choose(self.optimizer, ("adam",), "optimizer")
@@ -47,6 +61,21 @@ class OptimizerConfig:
                 raise ConfigError(f"{name} is {beta}; it must lie in [0, 1)")
         if self.adam_eps <= 0:
             raise ConfigError(f"adam_eps is {self.adam_eps}; it must be positive")
+        self._check_loss_scale()
+
+    def _check_loss_scale(self) -> None:
+        for name in ("loss_scale", "initial_loss_scale", "min_loss_scale"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ConfigError(f"{name} is {value}; it must be positive")
+        if self.initial_loss_scale < self.min_loss_scale:
+            raise ConfigError(
+                f"initial_loss_scale ({self.initial_loss_scale}) must not be below min_loss_scale "
+                f"({self.min_loss_scale})"
+            )
+        for name in ("loss_scale_window", "hysteresis"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; use a whole number from 1 up")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

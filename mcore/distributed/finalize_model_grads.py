@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from mcore.distributed.ddp import DistributedDataParallel
+from mcore.distributed.data_parallel import DataParallelModule
 from mcore.errors import TopologyError
 from mcore.topology.collectives import all_reduce, all_reduce_, broadcast_
 from mcore.topology.context import ParallelContext
 from mcore.topology.group import Group
-from mcore.topology.param_sharding import global_named_parameters
 
 
 def finalize_model_grads(
-    model: Sequence[DistributedDataParallel],
+    model: Sequence[DataParallelModule],
     num_tokens: Tensor | None = None,
     *,
     loss_denominator: float = 1.0,
@@ -66,12 +65,14 @@ def _total_tokens(num_tokens: Tensor, context: ParallelContext) -> Tensor:
     return all_reduce_(total, context.dp_cp).clamp(min=1.0)
 
 
-def _sum_sequence_parallel_grads(model: Sequence[DistributedDataParallel], group: Group) -> None:
+def _sum_sequence_parallel_grads(model: Sequence[DataParallelModule], group: Group) -> None:
     """Sum gradients that cover a part of the sequence each, in one collective per dtype."""
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for chunk in model:
         for param in chunk.replicas.sequence_parallel:
-            grad = _main_grad(param)
+            grad = chunk.own_grad(param)
+            if grad.numel() == 0:  # dealt to other data-parallel ranks, for all of this group
+                continue
             by_dtype.setdefault(grad.dtype, []).append(grad)
     for grads in by_dtype.values():
         flat = all_reduce_(torch.cat([grad.flatten() for grad in grads]), group)
@@ -79,24 +80,41 @@ def _sum_sequence_parallel_grads(model: Sequence[DistributedDataParallel], group
             grad.copy_(total.view_as(grad))
 
 
-def _sum_shared_rows(model: Sequence[DistributedDataParallel], group: Group) -> None:
+def _sum_shared_rows(model: Sequence[DataParallelModule], group: Group) -> None:
     """Sum gradients of replicated rows; every replica takes the same sum, so copies stay equal."""
     for chunk in model:
+        if not chunk.replicas.shared_rows:
+            continue
+        runs = {id(part.param): part.run for part in chunk.own_parts()}
         for rows in chunk.replicas.shared_rows:
-            grad = _main_grad(rows.param)
-            rows.unpack_(grad, all_reduce_(rows.pack(grad), group))
+            run = runs.get(id(rows.param))
+            if run is None:  # data-parallel rank without a part of it, and so its tensor-parallel
+                continue  # peers: all of them deal parameters out alike
+            grad = chunk.own_grad(rows.param)
+            if run.is_whole:
+                whole = grad.view(run.shape)
+                rows.unpack_(whole, all_reduce_(rows.pack(whole), group))
+                continue
+            whole = grad.new_zeros(run.shape)
+            mine = whole.view(-1)[run.start : run.start + run.numel]
+            mine.copy_(grad.view(-1))
+            rows.unpack_(whole, all_reduce_(rows.pack(whole), group))
+            grad.copy_(mine.view_as(grad))
 
 
-def _sum_tied_grads(model: Sequence[DistributedDataParallel], context: ParallelContext) -> None:
-    """Sum the gradients of all copies of a parameter: on this rank first, then over the stages."""
+def _sum_tied_grads(model: Sequence[DataParallelModule], context: ParallelContext) -> None:
+    """Sum the gradients of all copies of a parameter: on this rank first, then over the stages.
+
+    Copies are dealt to data-parallel ranks alike, so shards are summed as whole gradients are.
+    """
     keys = sorted({key for chunk in model for key in chunk.replicas.tied_keys})
     if not keys:
         return
     copies: dict[str, list[Tensor]] = {key: [] for key in keys}
     for chunk in model:
-        for name, param in global_named_parameters(chunk.module):
+        for name, param in chunk.trained_parameters():
             if name in copies:
-                copies[name].append(_main_grad(param))
+                copies[name].append(chunk.own_grad(param))
     for key in keys:
         if not copies[key]:
             raise TopologyError(
@@ -106,12 +124,7 @@ def _sum_tied_grads(model: Sequence[DistributedDataParallel], context: ParallelC
         first, *others = copies[key]
         for grad in others:
             first.add_(grad)
-        if context.embd is not None:
+        if context.embd is not None and first.numel():
             first.copy_(all_reduce(first, context.embd))
         for grad in others:
             grad.copy_(first)
-
-
-def _main_grad(param: nn.Parameter) -> Tensor:
-    grad: Tensor = param.main_grad  # type: ignore[attr-defined]
-    return grad

@@ -1,4 +1,4 @@
-"""Parameters and gradients of one dtype in two flat buffers, cut into buckets.
+"""Parameters and gradients of one dtype in flat buffers, cut into buckets.
 
 Parameters lie in reverse order of registration, which is about the order in which backward
 completes their gradients, so that the first buckets fill first.
@@ -6,14 +6,14 @@ completes their gradients, so that the first buckets fill first.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from mcore.distributed.bucket import Bucket
-from mcore.topology.group import Group
+from mcore.distributed.bucket import BucketSpan, buckets_of, make_buckets
+from mcore.distributed.sharding_groups import ShardingGroups
 
 # A parameter starts at a multiple of this many elements: 128 bytes at 2 bytes each, which is what
 # vectorised kernels and matrix products like, and the same alignment as a tensor of its own has.
@@ -35,17 +35,30 @@ class BufferLayout:
     numel: int
 
 
-def aligned(numel: int) -> int:
-    """Elements that a parameter takes up in a buffer."""
-    return -(-numel // ALIGNMENT) * ALIGNMENT
+def aligned(numel: int, parts: int = 1) -> int:
+    """Elements that a parameter takes up in a buffer, or a bucket that is dealt to `parts` ranks.
+
+    A shard starts where a parameter could.
+    """
+    multiple = ALIGNMENT * parts
+    return -(-numel // multiple) * multiple
 
 
-def plan_buffer(numels: Sequence[int], bucket_size: int | None) -> BufferLayout:
+def plan_buffer(
+    numels: Sequence[int],
+    bucket_size: int | None,
+    *,
+    shards: int = 1,
+    alone: Collection[int] = (),
+) -> BufferLayout:
     """Lay parameters out one after the other and close a bucket whenever it is large enough.
 
     Args:
         numels: elements of each parameter, in buffer order.
         bucket_size: elements that close a bucket; None = one bucket.
+        shards: ranks that a bucket is dealt to in even runs; it is padded until it divides.
+        alone: numbers of parameters that have a bucket of their own, so that they are dealt alike
+            wherever they occur.
     """
     starts, buckets = [], []
     end = bucket_start = first = 0
@@ -53,7 +66,9 @@ def plan_buffer(numels: Sequence[int], bucket_size: int | None) -> BufferLayout:
         starts.append(end)
         end += aligned(numel)
         is_full = bucket_size is not None and end - bucket_start >= bucket_size
-        if is_full or i == len(numels) - 1:
+        is_cut = i in alone or i + 1 in alone
+        if is_full or is_cut or i == len(numels) - 1:
+            end = bucket_start + aligned(end - bucket_start, shards)
             buckets.append((bucket_start, end, range(first, i + 1)))
             bucket_start, first = end, i + 1
     return BufferLayout(tuple(starts), tuple(buckets), end)
@@ -62,14 +77,17 @@ def plan_buffer(numels: Sequence[int], bucket_size: int | None) -> BufferLayout:
 class ParamAndGradBuffer:
     """The flat buffers of one parameter dtype.
 
-    Parameters become views of `param_data`; each gets `main_grad`, its view of `grad_data`.
+    Parameters become views of `param_data`. Gradients lie in `grad_data`, or in the buckets where
+    they are not kept whole.
 
     Args:
         params: parameters of one dtype and device, with their registration numbers, in registration
             order.
         grad_dtype: dtype in which gradients are accumulated and reduced.
         bucket_size: elements that close a bucket; None = one bucket.
-        group: ranks that gradients are summed over.
+        groups: ranks that gradients are summed over and dealt to.
+        stage: ZeRO stage, 0 to 2.
+        alone: registration numbers of parameters that get a bucket of their own.
     """
 
     def __init__(
@@ -77,42 +95,46 @@ class ParamAndGradBuffer:
         params: Sequence[tuple[int, nn.Parameter]],
         grad_dtype: torch.dtype,
         bucket_size: int | None,
-        group: Group,
+        groups: ShardingGroups,
+        *,
+        stage: int = 0,
+        alone: Collection[int] = (),
     ) -> None:
         ordered = list(reversed(params))
         example = ordered[0][1]
         self.params = tuple(param for _, param in ordered)
-        self.layout = plan_buffer([param.numel() for param in self.params], bucket_size)
-        self.param_data = _zeros(self.layout.numel, example.dtype, example.device)
+        self.layout = plan_buffer(
+            [param.numel() for param in self.params],
+            bucket_size,
+            shards=groups.shard.size if stage else 1,
+            alone={i for i, (number, _) in enumerate(ordered) if number in alone},
+        )
+        self.param_data = torch.zeros(self.layout.numel, dtype=example.dtype, device=example.device)
         for param, start in zip(self.params, self.layout.starts, strict=True):
-            view = _view(self.param_data, start, param)
+            view = self.param_data[start : start + param.numel()].view(param.shape)
             view.copy_(param.detach())
             param.data = view
-        self.grad_data = _zeros(self.layout.numel, grad_dtype, example.device)
-        for param, start in zip(self.params, self.layout.starts, strict=True):
-            param.main_grad = _view(self.grad_data, start, param)  # type: ignore[attr-defined]
-        self.buckets = [
-            Bucket(
-                self.grad_data[start:end],
-                [self.params[i] for i in members],
+        kind = buckets_of(stage)
+        self.grad_data = None
+        if not kind.streams:
+            self.grad_data = torch.zeros(self.layout.numel, dtype=grad_dtype, device=example.device)
+        spans = [
+            BucketSpan(
+                end - start,
+                grad_dtype,
+                tuple((self.params[i], self.layout.starts[i] - start) for i in members),
                 min(ordered[i][0] for i in members),
-                group,
             )
             for start, end, members in self.layout.buckets
         ]
+        self.buckets = make_buckets(kind, spans, self.param_data, self.grad_data, groups)
 
     def zero_grad(self) -> None:
         """Set every gradient to zero."""
-        self.grad_data.zero_()
+        for bucket in self.buckets:
+            bucket.zero_grad()
 
     def scale_grad(self, factor: float | Tensor) -> None:
         """Multiply every gradient by a number or a 0-dimensional tensor."""
-        self.grad_data.mul_(factor)
-
-
-def _zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.zeros(numel, dtype=dtype, device=device)
-
-
-def _view(flat: Tensor, start: int, param: nn.Parameter) -> Tensor:
-    return flat[start : start + param.numel()].view(param.shape)
+        for bucket in self.buckets:
+            bucket.scale_grad(factor)

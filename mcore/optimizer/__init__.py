@@ -2,9 +2,15 @@
 
 from mcore.config.optimizer import OptimizerConfig, SchedulerConfig, scheduler_steps
 from mcore.optimizer.lr_scheduler import OptimizerParamScheduler, get_optimizer_param_scheduler
-from mcore.optimizer.optimizer import MegatronOptimizer, StepResult, get_megatron_optimizer
+from mcore.optimizer.optimizer import (
+    DistributedOptimizer,
+    MegatronOptimizer,
+    StepResult,
+    get_megatron_optimizer,
+)
 
 __all__ = [
+    "DistributedOptimizer",
     "MegatronOptimizer",
     "OptimizerConfig",
     "OptimizerParamScheduler",

@@ -52,6 +52,11 @@ class Adam(torch.optim.AdamW):
         self.found_inf = skip
         self.step()
 
+    def tensors_of(self, param: Tensor) -> dict[str, Tensor]:
+        """The moments of a parameter, by the name that checkpoints use."""
+        state = self.state[param]
+        return {"exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
+
     @property
     def step_count(self) -> int:
         """Updates so far; reads it from the device."""

@@ -15,37 +15,48 @@ from mcore.topology.group import Group
 _CHUNK = 1024
 
 
-def get_grad_norm(pieces: Iterable[Tensor], group: Group, device: torch.device) -> Tensor:
+def get_grad_norm(
+    pieces: Iterable[Tensor], groups: Sequence[Group], device: torch.device
+) -> Tensor:
     """L2 norm of the whole model's gradient.
 
     Args:
-        pieces: the gradients that this rank counts; over the group's ranks together each element of
+        pieces: the gradients that this rank counts; over the groups' ranks together each element of
             each logical parameter occurs once.
-        group: tensor- and pipeline-parallel ranks, which hold one copy of the model.
+        groups: axes whose ranks together hold one copy of the gradient: tensor- and
+            pipeline-parallel ranks, and the data-parallel ranks that gradients are dealt to.
         device: where the gradients are, also if there are none here.
 
     Returns:
         0-dim fp64, the same on all ranks. Not finite if any gradient is not.
 
-    Comm: one all-reduce of one fp64 element over the group, op sum.
+    Comm: for each group one all-reduce of one fp64 element, op sum.
     """
     norms = [norm for piece in pieces for norm in _chunk_norms(piece)]
     total = torch.zeros((), dtype=torch.float64, device=device)
     if norms:
         total = torch.cat(norms).double().square().sum()
-    return all_reduce_(total, group).sqrt()
+    for group in groups:
+        all_reduce_(total, group)
+    return total.sqrt()
 
 
-def clip_grad_by_total_norm_(grads: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
+def clip_grad_by_total_norm_(
+    grads: Sequence[Tensor], max_norm: float, norm: Tensor, inverse_scale: Tensor | None = None
+) -> None:
     """Multiply gradients in place by max_norm / (norm + 1e-6) where that is below 1.
 
     Args:
         grads: all gradients of this rank.
-        max_norm: largest allowed global norm.
-        norm: the global norm, 0-dim; stays on its device.
+        max_norm: largest allowed global norm; 0 = no limit.
+        norm: the global norm of the unscaled gradient, 0-dim; stays on its device.
+        inverse_scale: what also has to be multiplied by: 1 / loss scale, 0-dim.
     """
-    factor = (max_norm / (norm + 1.0e-6)).clamp(max=1.0)
-    if grads:
+    factor = inverse_scale
+    if max_norm > 0:
+        clip = (max_norm / (norm + 1.0e-6)).clamp(max=1.0)
+        factor = clip if factor is None else clip * factor
+    if grads and factor is not None:
         torch._foreach_mul_(list(grads), factor)
 
 

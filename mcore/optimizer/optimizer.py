@@ -9,12 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from mcore.config.optimizer import OptimizerConfig
-from mcore.distributed import DistributedDataParallel
+from mcore.distributed import DataParallelModule, ParamPart
+from mcore.errors import ConfigError
 from mcore.optimizer.adam import Adam
 from mcore.optimizer.clip_grads import clip_grad_by_total_norm_, get_grad_norm
+from mcore.optimizer.grad_scaler import build_grad_scaler
 from mcore.optimizer.param_groups import ParamGroup, build_param_groups, collect_params
 from mcore.parallel_state import parallel_context_or_single
 from mcore.topology.context import ParallelContext
+from mcore.topology.group import Group
 
 
 class StepResult(NamedTuple):
@@ -33,10 +36,9 @@ class StepResult(NamedTuple):
 
 
 class MegatronOptimizer:
-    """AdamW over this rank's parameters, with fp32 main parameters for those in bf16 or fp16.
+    """The update rule over this rank's parameters, with fp32 main parameters for bf16 and fp16.
 
-    Gradients come from `main_grad` where the chunks are wrapped in `DistributedDataParallel`, else
-    from `grad`.
+    Gradients come from the data-parallel wrapper where the chunks are wrapped, else from `grad`.
 
     Args:
         config: update rule and clipping.
@@ -56,6 +58,8 @@ class MegatronOptimizer:
         self.optimizer = Adam(build_param_groups(self.params, config), config)
         devices = [param.device for chunk in model_chunks for param in chunk.parameters()]
         self._device = devices[0] if devices else torch.device("cpu")
+        self.grad_scaler = build_grad_scaler(config, self._device)
+        self._norm_groups: tuple[Group, ...] = (context.mp,)
 
     @property
     def param_groups(self) -> list[ParamGroup]:
@@ -72,7 +76,7 @@ class MegatronOptimizer:
         self.optimizer.step_count = value
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the parameters' `grad`; a wrapped chunk's `zero_grad_buffer` clears `main_grad`."""
+        """Clear the parameters' `grad`; a wrapped chunk's `zero_grad_buffer` clears the others."""
         for item in self.params:
             if set_to_none or item.param.grad is None:
                 item.param.grad = None
@@ -80,62 +84,119 @@ class MegatronOptimizer:
                 item.param.grad.zero_()
 
     def get_loss_scale(self) -> Tensor:
-        """What the loss is multiplied by before backward: 1, [1]."""
-        return torch.ones(1, device=self._device)
+        """What the loss is multiplied by before backward, [1]."""
+        return self.grad_scaler.scale
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """The loss to run backward on."""
-        return loss
+        if not self._is_scaled:
+            return loss
+        return loss * self.grad_scaler.scale.to(loss.dtype).reshape(loss.shape)
+
+    @property
+    def _is_scaled(self) -> bool:
+        return self.config.fp16 or self.config.loss_scale is not None
 
     @torch.no_grad()
     def step(self) -> StepResult:
         """Measure the gradient, clip it and update the parameters; nothing waits for the device.
 
-        Comm: the norm's all-reduce over tensor- and pipeline-parallel ranks, see `get_grad_norm`.
+        An update with a gradient that is not finite, on any rank, is left out on all ranks.
+
+        Comm: the norm's all-reduces, see `get_grad_norm`.
         """
         grads = []
-        pieces = []
+        pieces: list[Tensor] = []
         for item in self.params:
             grad = item.gradient()
             item.main.grad = grad
             if grad is not None:
                 grads.append(grad)
-                pieces += item.sharding.owned(grad)
-        grad_norm = get_grad_norm(pieces, self.context.mp, self._device)
-        is_finite = torch.isfinite(grad_norm)
-        if self.config.clip_grad > 0:
-            clip_grad_by_total_norm_(grads, self.config.clip_grad, grad_norm)
+                pieces += item.counted(grad)
+        scaled_norm = get_grad_norm(pieces, self._norm_groups, self._device)
+        is_finite = torch.isfinite(scaled_norm)
+        grad_norm = self._unscale_and_clip_(grads, scaled_norm)
         self.optimizer.step_unless(skip=(~is_finite).float())
+        self.grad_scaler.update(~is_finite)
         for item in self.params:
             item.main.grad = None
         self._copy_main_params_to_model_params()
         return StepResult(is_finite, grad_norm, None)
 
+    def _unscale_and_clip_(self, grads: list[Tensor], scaled_norm: Tensor) -> Tensor:
+        """Bring gradients to their own scale and below the limit in one pass; their norm before."""
+        inverse = None
+        norm = scaled_norm
+        if self._is_scaled:
+            inverse = 1.0 / self.grad_scaler.scale.double().reshape(())
+            norm = scaled_norm * inverse
+        clip_grad_by_total_norm_(grads, self.config.clip_grad, norm, inverse)
+        return norm
+
     def reload_model_params(self) -> None:
         """Take main parameters anew from the model, after weights were loaded without them."""
         with torch.no_grad():
             for item in self.params:
-                if item.main is not item.param:
-                    item.main.copy_(item.param)
+                if item.is_copied:
+                    item.main.copy_(item.part.data)
 
     def named_states(self) -> Iterator[tuple[str, nn.Parameter, dict[str, Tensor]]]:
-        """State per parameter, for checkpoints to read and to write in place.
+        """State per parameter, to read and to write in place.
 
         Yields:
             Global name, parameter, and `exp_avg`, `exp_avg_sq` and, for a parameter in low
-            precision, `main_param`: tensors of the parameter's local shape, there before any step.
+            precision, `main_param`: tensors of the parameter's local shape (1-D runs of it where
+            the state is sharded), there before any step.
         """
+        for part, tensors in self.state_parts():
+            yield part.name, part.param, tensors
+
+    def state_parts(self) -> Iterator[tuple[ParamPart, dict[str, Tensor]]]:
+        """The same with the run of the parameter that the tensors belong to, for checkpoints."""
         for item in self.params:
-            state = self.optimizer.state[item.main]
-            tensors = {"exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
-            if item.main is not item.param:
+            tensors = dict(self.optimizer.tensors_of(item.main))
+            if item.has_main_param:
                 tensors["main_param"] = item.main.detach()
-            yield item.name, item.param, tensors
+            yield item.part, tensors
 
     def _copy_main_params_to_model_params(self) -> None:
-        pairs = [(p.param, p.main) for p in self.params if p.main is not p.param]
+        pairs = [(item.part.data, item.main) for item in self.params if item.is_copied]
         if pairs:
-            torch._foreach_copy_([param for param, _ in pairs], [main for _, main in pairs])
+            torch._foreach_copy_([data for data, _ in pairs], [main for _, main in pairs])
+
+
+class DistributedOptimizer(MegatronOptimizer):
+    """An optimizer whose state is dealt to data-parallel ranks (ZeRO-1 to 3).
+
+    Each rank updates its run of the parameters. With ZeRO-1 and 2 the updated runs are then
+    collected; with ZeRO-3 the next forward does that.
+
+    Args:
+        config: update rule and clipping.
+        model_chunks: this rank's model chunks, wrapped with the same sharding strategy.
+        context: groups.
+    """
+
+    def __init__(
+        self,
+        config: OptimizerConfig,
+        model_chunks: Sequence[DataParallelModule],
+        context: ParallelContext,
+    ) -> None:
+        super().__init__(config, model_chunks, context)
+        self._chunks = list(model_chunks)
+        self._norm_groups = (self._chunks[0].groups.shard, context.mp)
+
+    def step(self) -> StepResult:
+        """Update this rank's run of the parameters and collect what the other ranks updated.
+
+        Comm: the norm's all-reduces over the shard, then tensor- and pipeline-parallel ranks; one
+            all-gather a bucket (see `start_param_sync`).
+        """
+        result = super().step()
+        for chunk in self._chunks:
+            chunk.start_param_sync()
+        return result
 
 
 def get_megatron_optimizer(
@@ -148,11 +209,19 @@ def get_megatron_optimizer(
 
     Args:
         config: update rule and clipping.
-        model_chunks: chunks wrapped in `DistributedDataParallel`, or plain modules.
+        model_chunks: chunks in a data-parallel wrapper, or plain modules.
         context: groups; by default those of the first wrapped chunk, or of
             `initialize_model_parallel`.
+
+    Raises:
+        ConfigError: chunks are wrapped with different sharding strategies.
     """
-    for chunk in model_chunks:
-        if context is None and isinstance(chunk, DistributedDataParallel):
-            context = chunk.context
-    return MegatronOptimizer(config, model_chunks, context or parallel_context_or_single())
+    wrapped = [chunk for chunk in model_chunks if isinstance(chunk, DataParallelModule)]
+    if context is None:
+        context = wrapped[0].context if wrapped else parallel_context_or_single()
+    stages = {chunk.ddp_config.sharding_stage for chunk in wrapped}
+    if len(stages) > 1:
+        raise ConfigError(f"model chunks are wrapped for different ZeRO stages: {sorted(stages)}")
+    if stages - {0}:
+        return DistributedOptimizer(config, wrapped, context)
+    return MegatronOptimizer(config, model_chunks, context)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from mcore.config.optimizer import OptimizerConfig
+from mcore.distributed import DataParallelModule, ParamPart
 from mcore.topology.context import ParallelContext
+from mcore.topology.flat_range import FlatRange
 from mcore.topology.param_sharding import ParamSharding, global_named_parameters, sharding_of
 
 ParamGroup = dict[str, Any]
@@ -18,19 +20,43 @@ ParamGroup = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class OptimizedParam:
-    """A parameter and what the update rule works on.
+    """A parameter, or the run of it that this rank updates, and what the update rule works on.
 
     Attributes:
-        name: global name, the same at every layout.
-        param: the model's parameter.
-        main: the fp32 copy that is updated for a parameter in lower precision, else `param` itself.
-        sharding: how the parameter is cut over tensor-parallel ranks.
+        part: which elements of which parameter, and where they live.
+        main: what is updated: an fp32 copy of `part.data` where that has lower precision, else the
+            same memory. Shaped as the parameter where this rank updates all of it, else 1-D.
+        read_gradient: gives the finished gradient, shaped as `main`, or None.
     """
 
-    name: str
-    param: nn.Parameter
+    part: ParamPart
     main: nn.Parameter
-    sharding: ParamSharding
+    read_gradient: Callable[[], Tensor | None]
+
+    @property
+    def name(self) -> str:
+        """Global name, the same at every layout."""
+        return self.part.name
+
+    @property
+    def param(self) -> nn.Parameter:
+        """The model's parameter."""
+        return self.part.param
+
+    @property
+    def sharding(self) -> ParamSharding:
+        """How the parameter is cut over tensor-parallel ranks."""
+        return self.part.sharding
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether `main` has to be copied back to the model after an update."""
+        return self.main.dtype != self.part.data.dtype
+
+    @property
+    def has_main_param(self) -> bool:
+        """Whether the updated values are more precise than those that the model computes with."""
+        return self.main.dtype != self.part.compute_dtype
 
     @property
     def is_decayed(self) -> bool:
@@ -39,21 +65,43 @@ class OptimizedParam:
         return len(self.sharding.global_shape) > 1 and not is_bias
 
     def gradient(self) -> Tensor | None:
-        """Gradient in the precision of `main`: from the data-parallel buffer, or autograd's."""
-        grad = self.param.__dict__.get("main_grad", self.param.grad)
+        """Gradient in the precision of `main`: from the data-parallel wrapper, or autograd's."""
+        grad = self.read_gradient()
         return None if grad is None else grad.to(self.main.dtype)
+
+    def counted(self, tensor: Tensor) -> Iterator[Tensor]:
+        """The parts of a tensor shaped as `main` that this rank counts, each element once."""
+        for _, view in self.part.run.views(tensor, self.sharding, owned_only=True):
+            yield view
 
 
 def collect_params(
     model_chunks: Sequence[nn.Module], context: ParallelContext
 ) -> list[OptimizedParam]:
-    """The trained parameters of this rank, with main parameters where they need them."""
-    return [
-        OptimizedParam(name, param, _main_param(param), sharding_of(param, context.tp))
-        for chunk in model_chunks
-        for name, param in global_named_parameters(chunk)
-        if param.requires_grad
-    ]
+    """What this rank updates, with main parameters where they are needed."""
+    params = []
+    for chunk in model_chunks:
+        for part in _parts(chunk, context):
+            source = _gradient_source(chunk, part.param)
+            params.append(OptimizedParam(part, _main_param(part), source))
+    return params
+
+
+def _parts(chunk: nn.Module, context: ParallelContext) -> Iterator[ParamPart]:
+    if isinstance(chunk, DataParallelModule):
+        yield from chunk.own_parts()
+        return
+    for name, param in global_named_parameters(chunk):
+        if param.requires_grad:
+            sharding = sharding_of(param, context.tp)
+            run = FlatRange.whole(param)
+            yield ParamPart(name, param, sharding, run, param.detach(), param.dtype)
+
+
+def _gradient_source(chunk: nn.Module, param: nn.Parameter) -> Callable[[], Tensor | None]:
+    if isinstance(chunk, DataParallelModule):
+        return lambda: chunk.own_grad(param)
+    return lambda: param.__dict__.get("main_grad", param.grad)
 
 
 def build_param_groups(
@@ -76,7 +124,9 @@ def build_param_groups(
     ]
 
 
-def _main_param(param: nn.Parameter) -> nn.Parameter:
-    if torch.promote_types(param.dtype, torch.float32) == param.dtype:
-        return param
-    return nn.Parameter(param.detach().float())
+def _main_param(part: ParamPart) -> nn.Parameter:
+    dtype = torch.promote_types(part.data.dtype, torch.float32)
+    if dtype != part.data.dtype:
+        return nn.Parameter(part.data.to(dtype))
+    # The same memory under a name of the optimizer's own: a gradient set there is not the model's.
+    return nn.Parameter(part.data)

@@ -123,6 +123,58 @@ def reduce_scatter_along_dim(x: Tensor, dim: int, group: Group) -> Tensor:
     return start_reduce_scatter_along_dim(x, dim, group).wait()
 
 
+def start_all_gather_into_(buffer: Tensor, group: Group) -> Pending:
+    """Start filling a buffer with every rank's part of it; this rank's part is there already.
+
+    Args:
+        buffer: 1-D, contiguous, divisible by the group's size; part i belongs to rank i of the
+            group. Not to be touched before `wait`.
+        group: the ranks.
+
+    Comm: one all-gather of the buffer's bytes / group size from each rank; none with one rank.
+    """
+    if group.size == 1:
+        return Pending([], lambda: buffer)
+    parts = list(buffer.view(group.size, -1))
+    if _is_gloo(group):
+        works = _exchange([parts[group.rank]] * group.size, parts, group)
+        return Pending(works, lambda: buffer)
+    gather = dist.__dict__.get("all_gather_single") or dist.all_gather_into_tensor
+    work = gather(buffer, parts[group.rank], group=group.handle, async_op=True)
+    return Pending([work], lambda: buffer)
+
+
+def start_reduce_scatter_into_(buffer: Tensor, group: Group) -> Pending:
+    """Start summing a buffer over the group; this rank's part of it becomes the sum.
+
+    The other parts keep this rank's own values or are overwritten.
+
+    Args:
+        buffer: 1-D, contiguous, divisible by the group's size; part i goes to rank i of the group.
+            Not to be touched before `wait`.
+        group: the ranks.
+
+    Comm: one reduce-scatter of the buffer's bytes; none with one rank.
+    """
+    if group.size == 1:
+        return Pending([], lambda: buffer)
+    parts = list(buffer.view(group.size, -1))
+    own: Tensor = parts[group.rank]
+    if _is_gloo(group):
+        received = own.new_empty((group.size, own.numel()))
+        works = _exchange(parts, list(received), group)
+
+        def finish() -> Tensor:
+            received[group.rank].copy_(own)
+            own.copy_(_sum_in_rank_order(received))
+            return own
+
+        return Pending(works, finish)
+    scatter = dist.__dict__.get("reduce_scatter_single") or dist.reduce_scatter_tensor
+    work = scatter(own, buffer, group=group.handle, async_op=True)
+    return Pending([work], lambda: own)
+
+
 def broadcast_(x: Tensor, group: Group, src: int = 0) -> Tensor:
     """Overwrite `x` with the value of the member at position `src`, and return it."""
     if group.size > 1:

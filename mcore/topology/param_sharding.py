@@ -6,6 +6,7 @@ declaration, so none of them knows about layers.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -79,6 +80,14 @@ class ParamSharding:
         if self.tied_key is not None:
             return []
         return [view for _, view in self.views(tensor, owned_only=True)]
+
+    def owned_numel(self, local_shape: tuple[int, ...]) -> int:
+        """Elements that this rank counts of a local tensor of a shape."""
+        if self.tied_key is not None:
+            return 0
+        rows = sum(piece.length for piece in self.pieces if piece.is_owner)
+        others = [size for d, size in enumerate(local_shape) if d != self.dim]
+        return rows * math.prod(others)
 
     def global_offsets(self, piece: Piece) -> tuple[int, ...]:
         """Position of a piece's first element in the global tensor."""

@@ -79,6 +79,8 @@ def parse(argv: Sequence[str], extra_args_provider: ExtraArguments | None = None
 def _apply_legacy(item: LegacyFlag, value: Any, typed: dict[str, dict[str, Any]]) -> str | None:
     for (section, field), wanted in item.sets(value).items():
         already = typed[section].get(field, wanted)
+        if already != wanted and item.yields:
+            continue
         if already != wanted:
             raise ConfigError(
                 f"{item.flag} means {field} = {wanted!r}, but the command line also gives "
@@ -151,8 +153,11 @@ def _from_options(kind: type, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _precision(arguments: Arguments) -> dict[str, Any]:
-    bf16 = arguments.get("training", "bf16")
-    return {"params_dtype": torch.bfloat16} if bf16 else {}
+    if arguments.get("training", "bf16"):
+        return {"params_dtype": torch.bfloat16}
+    if arguments.get("optimizer", "fp16"):
+        return {"params_dtype": torch.float16}
+    return {}
 
 
 def _require_model(values: Mapping[str, Any]) -> None:

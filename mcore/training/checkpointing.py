@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,11 @@ from torch import Tensor
 from mcore import checkpoint, device
 from mcore.checkpoint import RankLocal, ShardedTensor, sharded_parameter
 from mcore.config.run import RunConfig
+from mcore.distributed import ParamPart
 from mcore.errors import CheckpointError
 from mcore.log import get_logger
 from mcore.tensor_parallel.random import get_cuda_rng_tracker
 from mcore.topology.context import ParallelContext
-from mcore.topology.param_sharding import global_named_parameters, sharding_of
 from mcore.training.setup import TrainState
 
 _TRACKER_PREFIX = "tracker."
@@ -31,9 +31,9 @@ def save(state: TrainState, config: RunConfig, ctx: ParallelContext) -> None:
     """
     assert config.checkpoint.save is not None
     with_optimizer = config.checkpoint.save_optim
-    tensors = dict(_model_tensors(state, ctx, for_save=True))
+    tensors = _model_tensors(state, for_save=True, with_optimizer=with_optimizer)
     if with_optimizer:
-        tensors.update(_optimizer_tensors(state, ctx, for_save=True))
+        tensors.update(_optimizer_tensors(state, for_save=True))
     common: dict[str, Any] = {
         "model": config.model_options(),
         "iteration": state.iteration,
@@ -46,6 +46,7 @@ def save(state: TrainState, config: RunConfig, ctx: ParallelContext) -> None:
     if with_optimizer:
         common["optimizer"] = {"step_count": state.optimizer.step_count}
         common["opt_param_scheduler"] = state.scheduler.state_dict()
+        common["grad_scaler"] = state.optimizer.grad_scaler.state_dict()
     rank_local = None
     if config.checkpoint.save_rng:
         rank_local = RankLocal(ctx.rank, _layout(ctx), _random_states())
@@ -143,9 +144,9 @@ def load(state: TrainState, config: RunConfig, ctx: ParallelContext) -> None:
             f"the checkpoint in {options.load} holds no optimizer state; use --finetune to start a "
             "new run from its weights, or --no-load-optim to go on with a fresh optimizer"
         )
-    tensors = dict(_model_tensors(state, ctx, for_save=False))
+    tensors = _model_tensors(state, for_save=False, with_optimizer=with_optimizer)
     if with_optimizer:
-        tensors.update(_optimizer_tensors(state, ctx, for_save=False))
+        tensors.update(_optimizer_tensors(state, for_save=False))
     rank_local = None
     if options.load_rng and not options.finetune:
         rank_local = RankLocal(ctx.rank, _layout(ctx))
@@ -160,6 +161,8 @@ def load(state: TrainState, config: RunConfig, ctx: ParallelContext) -> None:
     if with_optimizer:
         state.optimizer.step_count = common["optimizer"]["step_count"]
         state.scheduler.load_state_dict(common["opt_param_scheduler"])
+        if common.get("grad_scaler"):
+            state.optimizer.grad_scaler.load_state_dict(common["grad_scaler"])
     state.iteration = common["iteration"]
     state.consumed_train_samples = common["consumed_train_samples"]
     state.skipped_iterations = common.get("skipped_iterations", 0)
@@ -206,27 +209,43 @@ def _compare_threads(common: dict[str, Any]) -> None:
 
 
 def _model_tensors(
-    state: TrainState, ctx: ParallelContext, *, for_save: bool
-) -> Iterator[tuple[str, ShardedTensor]]:
+    state: TrainState, *, for_save: bool, with_optimizer: bool
+) -> dict[str, ShardedTensor]:
+    """What the model computes with.
+
+    ZeRO-3 holds main parameters in its place: a low-precision model is written from them, and read
+    into memory of its own where the main parameters are read too.
+    """
+    parts = []
     for chunk in state.chunks:
-        for name, param in global_named_parameters(chunk.module):
-            sharding = sharding_of(param, ctx.tp)
-            if for_save and sharding.tied_key is not None:
-                continue
-            key = f"model.{name}"
-            yield key, sharded_parameter(key, param.detach(), sharding, for_save=for_save)
+        chunk.finish_param_sync()
+        for part in chunk.held_parts():
+            data = part.data
+            if data.dtype != part.compute_dtype and (for_save or with_optimizer):
+                data = data.to(part.compute_dtype)
+            parts.append(("model", part, data))
+    return _sharded(parts, for_save)
 
 
-def _optimizer_tensors(
-    state: TrainState, ctx: ParallelContext, *, for_save: bool
-) -> Iterator[tuple[str, ShardedTensor]]:
-    for name, param, tensors in state.optimizer.named_states():
-        sharding = sharding_of(param, ctx.tp)
-        if for_save and sharding.tied_key is not None:
-            continue
-        for kind, tensor in tensors.items():
-            key = f"{kind}.{name}"
-            yield key, sharded_parameter(key, tensor, sharding, for_save=for_save)
+def _optimizer_tensors(state: TrainState, *, for_save: bool) -> dict[str, ShardedTensor]:
+    parts = [
+        (kind, part, tensor)
+        for part, tensors in state.optimizer.state_parts()
+        for kind, tensor in tensors.items()
+    ]
+    return _sharded(parts, for_save)
+
+
+def _sharded(
+    parts: Iterable[tuple[str, ParamPart, Tensor]], for_save: bool
+) -> dict[str, ShardedTensor]:
+    tensors: dict[str, ShardedTensor] = {}
+    for kind, part, tensor in parts:
+        key = f"{kind}.{part.name}"
+        sharded = sharded_parameter(key, tensor, part.sharding, for_save=for_save, run=part.run)
+        # A rank may hold a parameter and its tied copy.
+        tensors[key] = tensors[key].joined(sharded) if key in tensors else sharded
+    return tensors
 
 
 def _layout(ctx: ParallelContext) -> dict[str, Any]:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from mcore.config.distributed import STRATEGIES
+
 Settings = Mapping[tuple[str, str], Any]
 
 
@@ -22,6 +24,7 @@ class LegacyFlag:
         sets: from the typed value to (section, field) -> value.
         note: said once when the flag is used; None = an equal spelling, nothing to say.
         options: how argparse reads it.
+        yields: a typed value of the same field wins without a word.
     """
 
     flag: str
@@ -29,6 +32,7 @@ class LegacyFlag:
     sets: Callable[[Any], Settings]
     note: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+    yields: bool = False
 
 
 _SWITCH: Mapping[str, Any] = {"action": "store_true"}
@@ -41,6 +45,14 @@ def _nothing(value: Any) -> Settings:
 
 def _to(section: str, name: str) -> Callable[[Any], Settings]:
     return lambda value: {(section, name): value}
+
+
+def _zero_stage(value: Any) -> Settings:
+    return {("ddp", "data_parallel_sharding_strategy"): STRATEGIES[value]}
+
+
+def _fully_sharded(value: Any) -> Settings:
+    return _zero_stage(3 if value else 0)
 
 
 def _full_recompute(value: Any) -> Settings:
@@ -134,6 +146,35 @@ _FLAGS = (
         {"type": int, "metavar": "N"},
     ),
     LegacyFlag(
+        "--zero-stage",
+        "DeepSpeed's name of --data-parallel-sharding-strategy: 0 to 3.",
+        _zero_stage,
+        "--zero-stage is DeepSpeed's name: it sets --data-parallel-sharding-strategy",
+        {"type": int, "choices": [0, 1, 2, 3]},
+    ),
+    LegacyFlag(
+        "--use-torch-fsdp2",
+        "Megatron's name of --data-parallel-sharding-strategy optim_grads_params.",
+        _fully_sharded,
+        "--use-torch-fsdp2 sets --data-parallel-sharding-strategy optim_grads_params",
+        _SWITCH,
+    ),
+    LegacyFlag(
+        "--use-megatron-fsdp",
+        "Megatron's switch for --data-parallel-sharding-strategy, optim_grads_params by default.",
+        _fully_sharded,
+        "--use-megatron-fsdp sets --data-parallel-sharding-strategy",
+        _SWITCH,
+        yields=True,
+    ),
+    LegacyFlag(
+        "--grad-reduce-in-bf16",
+        "Accumulate and reduce gradients in the parameters' data type (bf16 or fp16).",
+        lambda _: {("ddp", "grad_reduce_in_fp32"): False},
+        None,
+        _SWITCH,
+    ),
+    LegacyFlag(
         "--DDP-impl",
         "Only Megatron's own (local) data parallelism exists.",
         _nothing,
@@ -160,6 +201,7 @@ _FLAGS = (
     _no_effect(
         "--accumulate-allreduce-grads-in-fp32", "gradients are always accumulated in float32"
     ),
+    _no_effect("--attention-softmax-in-fp32", "softmax is always taken in float32 at least"),
     _no_effect("--use-cpu-initialization", "initial weights never depend on the device or layout"),
     _no_effect("--no-async-tensor-model-parallel-allreduce", "overlap never changes the numbers"),
     _no_effect("--use-dist-ckpt", "checkpoints are always distributed"),
@@ -168,14 +210,7 @@ _FLAGS = (
 LEGACY: dict[str, LegacyFlag] = {item.flag.strip("-").replace("-", "_"): item for item in _FLAGS}
 
 _NOT_BUILT: Mapping[str, tuple[str, ...]] = {
-    "sharded optimizer states and parameters (ZeRO) are not built yet; drop it": (
-        "--use-distributed-optimizer",
-        "--overlap-param-gather",
-        "--data-parallel-sharding-strategy",
-        "--num-distributed-optimizer-instances",
-        "--zero-stage",
-        "--use-torch-fsdp2",
-        "--use-megatron-fsdp",
+    "optimizer states on the CPU are not built yet; drop it": (
         "--cpu-optimizer",
         "--optimizer-cpu-offload",
         "--use-precision-aware-optimizer",
@@ -186,14 +221,6 @@ _NOT_BUILT: Mapping[str, tuple[str, ...]] = {
         "--deepspeed-activation-checkpointing",
         "--partition-activations",
     ),
-    "fp16 with loss scaling is not built yet; use --bf16 or float32": (
-        "--fp16",
-        "--loss-scale",
-        "--initial-loss-scale",
-        "--min-loss-scale",
-        "--loss-scale-window",
-        "--hysteresis",
-    ),
     "uneven pipeline stages are not built yet; use a number of layers that divides": (
         "--decoder-first-pipeline-num-layers",
         "--decoder-last-pipeline-num-layers",
@@ -201,11 +228,6 @@ _NOT_BUILT: Mapping[str, tuple[str, ...]] = {
         "--account-for-loss-in-pipeline-split",
         "--pipeline-model-parallel-layout",
         "--num-layers-per-virtual-pipeline-stage",
-    ),
-    "batch-size ramp-up is not built yet; use a constant --global-batch-size": (
-        "--rampup-batch-size",
-        "--step-batch-size-schedule",
-        "--decrease-batch-size-if-needed",
     ),
     "selective recomputation is not built yet; use --recompute-granularity full "
     "--recompute-method uniform --recompute-num-layers 1": (

@@ -9,9 +9,15 @@ from torch import Tensor, nn
 
 from mcore.config.run import Resolved, RunConfig
 from mcore.data.builder import Datasets
-from mcore.distributed import DistributedDataParallel
+from mcore.distributed import (
+    DataParallelModule,
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    FullyShardedDataParallel,
+    build_sharding_groups,
+)
 from mcore.errors import ConfigError
-from mcore.log import get_logger
+from mcore.log import get_logger, warn_ignored
 from mcore.optimizer import (
     MegatronOptimizer,
     OptimizerParamScheduler,
@@ -20,7 +26,6 @@ from mcore.optimizer import (
 )
 from mcore.topology.collectives import all_gather_object
 from mcore.topology.context import ParallelContext
-from mcore.topology.param_sharding import sharding_of
 from mcore.topology.placement import StagePlacement
 from mcore.topology.stages import split_layers, stage_layers
 from mcore.training.initialize import Runtime
@@ -80,7 +85,7 @@ class TrainState:
         unsettled: the last update, until `step.settle` has looked at it.
     """
 
-    chunks: list[DistributedDataParallel]
+    chunks: list[DataParallelModule]
     stages: list[Stage]
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
@@ -114,12 +119,9 @@ def build_state(
     Comm: counting parameters gathers one number per rank.
     """
     stages = plan_stages(config, runtime.ctx)
-    chunks = []
-    for stage in stages:
-        module = model_provider(config, stage).to(runtime.device)
-        chunks.append(
-            DistributedDataParallel(config.model, config.ddp, module, context=runtime.ctx)
-        )
+    chunks = wrap_chunks(
+        config, runtime.ctx, [model_provider(config, stage).to(runtime.device) for stage in stages]
+    )
     report_parameters(chunks, runtime.ctx)
     optimizer = get_megatron_optimizer(config.optimizer, chunks, context=runtime.ctx)
     in_samples = config.training.train_iters is None
@@ -134,16 +136,32 @@ def build_state(
     return TrainState(chunks, stages, optimizer, scheduler)
 
 
-def report_parameters(chunks: list[DistributedDataParallel], ctx: ParallelContext) -> int:
+def wrap_chunks(
+    config: RunConfig, ctx: ParallelContext, modules: list[nn.Module]
+) -> list[DataParallelModule]:
+    """Put model chunks into the data-parallel wrapper of the sharding strategy.
+
+    Comm: see the wrappers; hybrid sharding creates communicators.
+    """
+    options = config.ddp
+    wrapper: type[DistributedDataParallel | FullyShardedDataParallel] = DistributedDataParallel
+    if options.sharding_stage and ctx.dp_cp.handle is None:
+        warn_ignored("the sharding strategy", "there is one process, with nobody to share with")
+        options = DistributedDataParallelConfig(grad_reduce_in_fp32=options.grad_reduce_in_fp32)
+    elif options.sharding_stage == 3:
+        wrapper = FullyShardedDataParallel
+    groups = build_sharding_groups(ctx, options.num_distributed_optimizer_instances)
+    return [
+        wrapper(config.model, options, module, context=ctx, groups=groups) for module in modules
+    ]
+
+
+def report_parameters(chunks: list[DataParallelModule], ctx: ParallelContext) -> int:
     """Count each logical parameter of the model once and say so; padding is not counted."""
-    own = sum(
-        view.numel()
-        for chunk in chunks
-        for param in chunk.parameters()
-        for view in sharding_of(param, ctx.tp).owned(param)
-    )
+    parts = [part for chunk in chunks for part in chunk.held_parts()]
+    own = sum(part.sharding.owned_numel(part.run.shape) for part in parts)
     total = sum(all_gather_object(own, ctx.mp))
-    held = sum(param.numel() for chunk in chunks for param in chunk.parameters())
+    held = sum(part.data.numel() for part in parts)
     get_logger().info("model: %s parameters, %s on this rank", f"{total:,}", f"{held:,}")
     return total
 

@@ -10,7 +10,12 @@ import torch
 from torch import Tensor
 
 from mcore.config.run import Resolved
-from mcore.distributed import DistributedDataParallel, finalize_model_grads
+from mcore.distributed import DataParallelModule, finalize_model_grads
+from mcore.errors import NumericsError
+from mcore.num_microbatches_calculator import (
+    ConstantNumMicroBatchesCalculator,
+    NumMicroBatchesCalculator,
+)
 from mcore.pipeline_parallel.executor import ForwardStepFunc
 from mcore.pipeline_parallel.hooks import ScheduleHooks
 from mcore.pipeline_parallel.schedules import get_forward_backward_func
@@ -33,6 +38,7 @@ class StepOutcome:
         learning_rate: the rate that this step applied.
         weight_decay: the decay that this step applied.
         loss_scale: what the loss was multiplied by.
+        global_batch_size: samples of the step.
     """
 
     loss: Tensor
@@ -42,6 +48,7 @@ class StepOutcome:
     learning_rate: float
     weight_decay: float
     loss_scale: Tensor
+    global_batch_size: int
 
 
 class StepFunctions:
@@ -51,9 +58,19 @@ class StepFunctions:
         forward_step: the user's `(data_iterator, model) -> (output, loss_func)`.
         resolved: batch arithmetic.
         runtime: groups and device.
+        batch_sizes: the global batch size of each training step; that of `resolved` when None.
     """
 
-    def __init__(self, forward_step: ForwardStepFunc, resolved: Resolved, runtime: Runtime) -> None:
+    def __init__(
+        self,
+        forward_step: ForwardStepFunc,
+        resolved: Resolved,
+        runtime: Runtime,
+        batch_sizes: NumMicroBatchesCalculator | None = None,
+    ) -> None:
+        self._batch_sizes = batch_sizes or ConstantNumMicroBatchesCalculator(
+            resolved.global_batch_size, resolved.micro_batch_size, resolved.data_parallel_size
+        )
         self._forward_step = forward_step
         self._resolved = resolved
         self._runtime = runtime
@@ -67,22 +84,22 @@ class StepFunctions:
         The loss is a sum over tokens divided once by the number of valid tokens of the global
         batch.
         """
+        self._batch_sizes.update(state.consumed_train_samples, verbose=True)
+        samples = self._batch_sizes.get_current_running_global_batch_size()
         for chunk in state.chunks:
             chunk.zero_grad_buffer()
         state.optimizer.zero_grad()
         for stream in streams:
             stream.iteration = state.iteration + 1
         loss_scale = state.optimizer.get_loss_scale()
-        records = self._run(state.chunks, streams, self._hooks(state))
+        records = self._run(state.chunks, streams, self._hooks(state), self._batch_sizes.get())
         loss, num_tokens = reduce_loss(records, self._runtime)
         settle(state)
         learning_rate, weight_decay = applied_rates(state)
         update = state.optimizer.step()
-        state.unsettled = UnsettledUpdate(
-            update.update_successful, self._resolved.global_batch_size
-        )
+        state.unsettled = UnsettledUpdate(update.update_successful, samples)
         state.iteration += 1
-        state.consumed_train_samples += self._resolved.global_batch_size
+        state.consumed_train_samples += samples
         return StepOutcome(
             loss=loss,
             grad_norm=update.grad_norm,
@@ -91,12 +108,13 @@ class StepFunctions:
             learning_rate=learning_rate,
             weight_decay=weight_decay,
             loss_scale=loss_scale,
+            global_batch_size=samples,
         )
 
     @torch.no_grad()
     def evaluate(
         self,
-        chunks: Sequence[DistributedDataParallel],
+        chunks: Sequence[DataParallelModule],
         streams: Sequence[BatchStream],
         iterations: int,
     ) -> float:
@@ -105,7 +123,13 @@ class StepFunctions:
             chunk.eval()
         total = torch.zeros(2, dtype=torch.float64, device=self._runtime.device)
         for _ in range(iterations):
-            records = self._run(chunks, streams, ScheduleHooks(), forward_only=True)
+            records = self._run(
+                chunks,
+                streams,
+                ScheduleHooks(),
+                self._resolved.num_microbatches,
+                forward_only=True,
+            )
             loss, num_tokens = reduce_loss(records, self._runtime)
             total += torch.stack([loss * num_tokens, num_tokens])
         for chunk in chunks:
@@ -114,9 +138,10 @@ class StepFunctions:
 
     def _run(
         self,
-        chunks: Sequence[DistributedDataParallel],
+        chunks: Sequence[DataParallelModule],
         streams: Sequence[BatchStream],
         hooks: ScheduleHooks,
+        num_microbatches: int,
         forward_only: bool = False,
     ) -> list[Any]:
         interleaved = len(chunks) > 1
@@ -124,7 +149,7 @@ class StepFunctions:
             forward_step_func=self._forward_step,
             data_iterator=list(streams) if interleaved else streams[0],
             model=list(chunks) if interleaved else chunks[0],
-            num_microbatches=self._resolved.num_microbatches,
+            num_microbatches=num_microbatches,
             seq_length=self._resolved.seq_length,
             micro_batch_size=self._resolved.micro_batch_size,
             forward_only=forward_only,
@@ -157,8 +182,14 @@ def settle(state: TrainState) -> None:
         return
     if bool(last.applied):
         state.scheduler.step(increment=last.samples)
-    else:
-        state.skipped_iterations += 1
+        return
+    state.skipped_iterations += 1
+    if state.optimizer.grad_scaler.is_stuck():
+        raise NumericsError(
+            f"iteration {state.iteration}: gradients are not finite although the loss scale is at "
+            f"its minimum ({state.optimizer.config.min_loss_scale}); nothing was saved since. Go "
+            "back to an earlier checkpoint, or lower the learning rate"
+        )
 
 
 def applied_rates(state: TrainState) -> tuple[float, float]:

@@ -93,6 +93,7 @@ MUTABLE_GLOBALS = {
 CONTEXT_EDGES = {
     "mcore",
     "mcore.distributed.ddp",
+    "mcore.distributed.fully_sharded",
     "mcore.models.gpt.gpt_model",
     "mcore.models.gpt.layer_range",
     "mcore.optimizer.optimizer",

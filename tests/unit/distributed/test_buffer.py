@@ -10,6 +10,7 @@ from mcore.distributed.param_and_grad_buffer import (
     ParamAndGradBuffer,
     plan_buffer,
 )
+from mcore.distributed.sharding_groups import ShardingGroups
 from mcore.errors import ConfigError
 from mcore.topology.group import Group
 
@@ -41,7 +42,7 @@ def test_parameters_and_gradients_are_views():
     model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
     before = {name: param.detach().clone() for name, param in model.named_parameters()}
     params = list(enumerate(model.parameters()))
-    buffer = ParamAndGradBuffer(params, torch.float32, 64, Group.single("dp-cp"))
+    buffer = ParamAndGradBuffer(params, torch.float32, 64, ShardingGroups(*[Group.single("dp-cp")] * 3))
     assert buffer.params[0] is model[1].bias
     assert [bucket.position for bucket in buffer.buckets] == [3, 2, 1, 0]
     for name, param in model.named_parameters():

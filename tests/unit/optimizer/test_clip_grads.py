@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 def test_norm_of_many_elements_is_exact():
     grad = torch.randn(3_000_001, generator=torch.Generator().manual_seed(0))
-    norm = get_grad_norm([grad], SINGLE, CPU).item()
+    norm = get_grad_norm([grad], [SINGLE], CPU).item()
     assert norm == pytest.approx(grad.double().norm().item(), rel=1e-7)
 
 
@@ -26,8 +26,8 @@ def test_norm_of_pieces(dtype):
     grads = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
     grads.append(torch.randn(8, 6, generator=generator).to(dtype)[:, 1:4])
     expected = torch.cat([g.double().flatten() for g in grads]).norm().item()
-    assert get_grad_norm(grads, SINGLE, CPU).item() == pytest.approx(expected, rel=1e-6)
-    assert get_grad_norm([], SINGLE, CPU).item() == 0.0
+    assert get_grad_norm(grads, [SINGLE], CPU).item() == pytest.approx(expected, rel=1e-6)
+    assert get_grad_norm([], [SINGLE], CPU).item() == 0.0
 
 
 @pytest.mark.parametrize("max_norm", [0.1, 3.0, 1e6])
@@ -37,7 +37,7 @@ def test_clipping_equals_torch(max_norm):
     for param in params:
         param.grad = torch.randn_like(param)
     grads = [param.grad.clone() for param in params]
-    norm = get_grad_norm(grads, SINGLE, CPU)
+    norm = get_grad_norm(grads, [SINGLE], CPU)
     clip_grad_by_total_norm_(grads, max_norm, norm)
     expected = nn.utils.clip_grad_norm_(params, max_norm)
     assert norm.item() == pytest.approx(expected.item(), rel=1e-6)

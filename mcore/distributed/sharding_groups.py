@@ -1,0 +1,64 @@
+"""Which data-parallel ranks share optimizer state and gradients, and which hold copies of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from mcore.errors import ConfigError
+from mcore.topology.context import ParallelContext
+from mcore.topology.group import Group
+
+
+@dataclass(frozen=True, slots=True)
+class ShardingGroups:
+    """Data-parallel ranks by what they hold.
+
+    Attributes:
+        all: data- and context-parallel ranks: gradients are summed over them.
+        shard: neighbours among them that share out one copy of the optimizer state.
+        replica: the ranks that hold the same shard.
+    """
+
+    all: Group
+    shard: Group
+    replica: Group
+
+
+def build_sharding_groups(context: ParallelContext, instances: int = 1) -> ShardingGroups:
+    """Split the data-parallel ranks into `instances` runs, each with the whole optimizer state.
+
+    Comm: with more than one instance it creates communicators; every rank of the world takes part.
+
+    Raises:
+        ConfigError: the ranks do not divide.
+    """
+    whole = context.dp_cp
+    if whole.size % instances:
+        raise ConfigError(
+            f"num_distributed_optimizer_instances ({instances}) must divide the data-parallel size "
+            f"({whole.size})"
+        )
+    if instances == 1:
+        return ShardingGroups(whole, whole, Group.single("dp-replica", context.rank))
+    size = whole.size // instances
+    shards, replicas = [], []
+    for ranks in context.layout.groups("dp-cp"):
+        runs = [tuple(ranks[i : i + size]) for i in range(0, whole.size, size)]
+        shards += runs
+        replicas += list(zip(*runs, strict=True))
+    return ShardingGroups(
+        whole, _member("dp-shard", shards, context), _member("dp-replica", replicas, context)
+    )
+
+
+def _member(name: str, groups: list[tuple[int, ...]], context: ParallelContext) -> Group:
+    """This rank's group of a kind; torch wants every rank to create all of them in one order."""
+    mine: Group | None = None
+    for ranks in groups:
+        handle = dist.new_group(list(ranks))
+        if context.rank in ranks:
+            mine = Group(name, ranks, ranks.index(context.rank), handle)
+    assert mine is not None
+    return mine
