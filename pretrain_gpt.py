@@ -19,7 +19,7 @@ from mcore.data.builder import Datasets, build_train_valid_test_datasets
 from mcore.models.gpt import GPTModel
 from mcore.tokenizers import build_tokenizer
 from mcore.training import Stage, pretrain
-from mcore.transformer import DropoutState
+from mcore.transformer import AttentionMask, DropoutState
 
 
 def model_provider(config: RunConfig, stage: Stage) -> GPTModel:
@@ -62,12 +62,19 @@ def datasets_provider(
 
 def get_batch(
     data_iterator: Iterator[dict[str, Any]],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, DropoutState]:
-    """Tokens, positions, labels, loss mask ([b, s] each; None on middle stages), dropout state."""
+) -> tuple[
+    Tensor | None, Tensor | None, AttentionMask, Tensor | None, Tensor | None, DropoutState
+]:
+    """Tokens, positions, attention mask, labels, loss mask, dropout state.
+
+    Tensors are [b, s], and None on middle stages that read no samples; the attention mask is None
+    where attention is causal over the whole sequence.
+    """
     batch = next(data_iterator)
     return (
         batch.get("tokens"),
         batch.get("position_ids"),
+        batch.get("attention_mask"),
         batch.get("labels"),
         batch.get("loss_mask"),
         batch["dropout_state"],
@@ -90,8 +97,8 @@ def forward_step(
     data_iterator: Iterator[dict[str, Any]], model: nn.Module
 ) -> tuple[Tensor, partial[tuple[Tensor, Tensor]]]:
     """Run a micro batch through this stage."""
-    tokens, position_ids, labels, loss_mask, dropout_state = get_batch(data_iterator)
-    output = model(tokens, position_ids, None, labels=labels, dropout_state=dropout_state)
+    tokens, positions, attention_mask, labels, loss_mask, dropout_state = get_batch(data_iterator)
+    output = model(tokens, positions, attention_mask, labels=labels, dropout_state=dropout_state)
     return output, partial(loss_func, loss_mask)
 
 

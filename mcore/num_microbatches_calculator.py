@@ -185,6 +185,66 @@ class RampupBatchsizeNumMicroBatchesCalculator(NumMicroBatchesCalculator):
         return self.start_global_batch_size + steps * self.batch_size_increment
 
 
+class StepBatchsizeNumMicroBatchesCalculator(NumMicroBatchesCalculator):
+    """A global batch size by thresholds of consumed samples.
+
+    Args:
+        schedule: (first sample, global batch size) pairs, ascending from sample 0.
+        micro_batch_size: samples per microbatch and data-parallel rank.
+        data_parallel_size: number of data-parallel ranks.
+        rank: rank 0 logs.
+    """
+
+    def __init__(
+        self,
+        schedule: Sequence[tuple[int, int]],
+        micro_batch_size: int,
+        data_parallel_size: int,
+        rank: int = 0,
+    ) -> None:
+        super().__init__(micro_batch_size, data_parallel_size, False, rank)
+        self.schedule = tuple(schedule)
+        self.update(0, consistency_check=False)
+
+    def global_batch_size_at(self, consumed_samples: int) -> int:
+        """Size of the iteration that starts after `consumed_samples`."""
+        return next(size for first, size in reversed(self.schedule) if consumed_samples >= first)
+
+
+_SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+
+
+def parse_step_schedule(text: str, seq_length: int) -> list[tuple[int, int]]:
+    """`TOKENS:SAMPLES` pairs as (first sample, global batch size), ascending from sample 0.
+
+    Args:
+        text: such as "0:16 1.5B:32"; K, M, B and T stand for powers of 1000.
+        seq_length: tokens a sample.
+
+    Raises:
+        ConfigError: a pair that cannot be read, sizes below 1, or thresholds that do not ascend
+            from 0.
+    """
+    schedule: list[tuple[int, int]] = []
+    for pair in text.replace(",", " ").split():
+        tokens, _, size = pair.partition(":")
+        unit = _SUFFIXES.get(tokens[-1:].upper(), 1)
+        try:
+            first = float(tokens[:-1] if unit > 1 else tokens) * unit
+            schedule.append((-(-int(first) // seq_length), int(size)))
+        except ValueError as error:
+            raise ConfigError(
+                f"--step-batch-size-schedule: {pair!r} is not TOKENS:SAMPLES, such as 1B:32"
+            ) from error
+    firsts = [first for first, _ in schedule]
+    if firsts[:1] != [0] or firsts != sorted(set(firsts)) or min(s for _, s in schedule) < 1:
+        raise ConfigError(
+            f"--step-batch-size-schedule {text!r}: the first pair must start at 0 tokens, the "
+            "others later each, and sizes be 1 or more"
+        )
+    return schedule
+
+
 _CALCULATOR: NumMicroBatchesCalculator | None = None
 
 

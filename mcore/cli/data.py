@@ -86,11 +86,12 @@ def write_samples(args: argparse.Namespace) -> int:
 
 def _all_samples(dataset: SampleDataset) -> Iterator[tuple[str, np.ndarray]]:
     """Every array of the samples, stacked: [samples, seq_length]."""
-    first = dataset[0]
+    first = {key: row for key, row in dataset[0].items() if key != "is_document_start"}
     arrays = {key: np.empty((len(dataset), *row.shape), row.dtype) for key, row in first.items()}
     for index in range(len(dataset)):
-        for key, row in dataset[index].items():
-            arrays[key][index] = row
+        sample = dataset[index]
+        for key, array in arrays.items():
+            array[index] = sample[key]
     yield from arrays.items()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +21,12 @@ from mcore.config.optimizer import OptimizerConfig, SchedulerConfig
 from mcore.config.tokenizer import TokenizerConfig
 from mcore.config.training import EvaluationConfig, RuntimeConfig, TrainingConfig
 from mcore.config.transformer import TransformerConfig
+from mcore.num_microbatches_calculator import (
+    NumMicroBatchesCalculator,
+    StepBatchsizeNumMicroBatchesCalculator,
+    build_num_microbatches_calculator,
+    parse_step_schedule,
+)
 from mcore.topology.rank_layout import data_parallel_size
 
 #: Fields whose flag has another name than the field; checkpoints store the flag's name.
@@ -73,6 +80,12 @@ class RunConfig:
         return options
 
     @property
+    def attention_reads_samples(self) -> bool:
+        """Attention depends on the samples' documents, and so every stage reads them."""
+        rotary = self.gpt.position_embedding_type == "rope"
+        return self.data.reset_attention_mask or (rotary and self.data.reset_position_ids)
+
+    @property
     def max_positions(self) -> int | None:
         """Positions of the learned table."""
         return self.gpt.max_position_embeddings or self.training.seq_length
@@ -85,8 +98,8 @@ class Resolved:
     Attributes:
         data_parallel_size: copies of the model.
         micro_batch_size: samples that one copy computes at a time.
-        global_batch_size: samples per optimizer step.
-        num_microbatches: micro batches per copy and step.
+        global_batch_size: samples per optimizer step, at the end where the batch grows.
+        num_microbatches: micro batches per copy and step, likewise.
         train_iters: optimizer steps of the whole run.
         seq_length: tokens per sample.
     """
@@ -111,12 +124,14 @@ def resolve(config: RunConfig, world_size: int) -> Resolved:
     assert training.micro_batch_size is not None
     assert training.seq_length is not None
     per_step = training.micro_batch_size * dp
-    global_batch_size = training.global_batch_size or per_step
+    calculator = batch_size_calculator(config, dp)
+    largest = calculator.global_batch_size_at(sys.maxsize)
+    global_batch_size = largest - largest % per_step
     if training.train_iters is not None:
         iters = training.train_iters
     else:
         assert training.train_samples is not None
-        iters = training.train_samples // global_batch_size
+        iters = _count_iterations(calculator, training.train_samples)
     return Resolved(
         data_parallel_size=dp,
         micro_batch_size=training.micro_batch_size,
@@ -125,6 +140,42 @@ def resolve(config: RunConfig, world_size: int) -> Resolved:
         train_iters=iters,
         seq_length=training.seq_length,
     )
+
+
+def batch_size_calculator(
+    config: RunConfig, data_parallel_size: int
+) -> NumMicroBatchesCalculator:
+    """How large the global batch is after any number of consumed samples."""
+    training = config.training
+    micro = training.micro_batch_size
+    assert micro is not None
+    if training.step_batch_size_schedule is not None:
+        assert training.seq_length is not None
+        schedule = parse_step_schedule(training.step_batch_size_schedule, training.seq_length)
+        return StepBatchsizeNumMicroBatchesCalculator(schedule, micro, data_parallel_size)
+    return build_num_microbatches_calculator(
+        0,
+        training.rampup_batch_size,
+        training.global_batch_size or micro * data_parallel_size,
+        micro,
+        data_parallel_size,
+        training.decrease_batch_size_if_needed,
+    )
+
+
+def _count_iterations(calculator: NumMicroBatchesCalculator, train_samples: int) -> int:
+    """Whole global batches in a number of samples."""
+    largest = calculator.global_batch_size_at(sys.maxsize)
+    consumed = iterations = 0
+    while True:
+        calculator.update(consumed)
+        size = calculator.get_current_running_global_batch_size()
+        if calculator.get_current_global_batch_size() == largest:
+            return iterations + max(0, train_samples - consumed) // size
+        if consumed + size > train_samples:
+            return iterations
+        consumed += size
+        iterations += 1
 
 
 def _plain(value: Any) -> Any:

@@ -23,6 +23,22 @@ class TrainingConfig:
     global_batch_size: int | None = flag(
         None, help="Samples per optimizer step; micro batch x data-parallel size when absent."
     )
+    rampup_batch_size: tuple[int, ...] | None = flag(
+        None,
+        help="START INCREMENT SAMPLES: the global batch grows from START by INCREMENT in equal "
+        "steps over SAMPLES samples, up to --global-batch-size. Needs --train-samples.",
+        metavar="N",
+    )
+    step_batch_size_schedule: str | None = flag(
+        None,
+        help="Global batch by consumed tokens, as TOKENS:SAMPLES pairs such as '0:16 1B:32 10B:64' "
+        "(K, M, B, T allowed); in place of --global-batch-size. Needs --train-samples.",
+    )
+    decrease_batch_size_if_needed: bool = flag(
+        False,
+        help="Where a global batch is no multiple of micro batch x data-parallel size, use the "
+        "next lower one.",
+    )
     train_iters: int | None = flag(None, help="Optimizer steps of the whole run.")
     train_samples: int | None = flag(
         None, help="Samples of the whole run, instead of --train-iters."
@@ -57,6 +73,29 @@ class TrainingConfig:
                 raise ConfigError(f"{name} is {value}; use a whole number from 1 up")
         if self.train_iters is not None and self.train_samples is not None:
             raise ConfigError("train_iters and train_samples exclude each other; give one")
+        self._check_growing_batch()
+
+    def _check_growing_batch(self) -> None:
+        ramp, steps = self.rampup_batch_size, self.step_batch_size_schedule
+        if ramp is None and steps is None:
+            return
+        name = "--rampup-batch-size" if steps is None else "--step-batch-size-schedule"
+        if ramp is not None and steps is not None:
+            raise ConfigError(
+                "--rampup-batch-size and --step-batch-size-schedule exclude each other; give one"
+            )
+        if self.train_iters is not None:
+            raise ConfigError(f"{name} needs --train-samples in place of --train-iters")
+        if ramp is not None and len(ramp) != 3:
+            raise ConfigError(f"{name} takes START INCREMENT SAMPLES, got {list(ramp)}")
+        if ramp is not None and self.global_batch_size is None:
+            raise ConfigError(f"{name} needs --global-batch-size, the batch at its end")
+        if steps is not None and (
+            self.global_batch_size is not None or self.decrease_batch_size_if_needed
+        ):
+            raise ConfigError(
+                f"{name} excludes --global-batch-size and --decrease-batch-size-if-needed"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

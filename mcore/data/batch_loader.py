@@ -15,7 +15,7 @@ from mcore.data.samplers import SingleSampler
 from mcore.errors import DataError
 
 Batch = dict[str, torch.Tensor]
-"""`tokens`, `labels`, `loss_mask`, `position_ids` [b, s] and `sample_index` int64 [b]."""
+"""The arrays of a `Sample`, [b, s] each, and `sample_index` int64 [b]."""
 
 _AHEAD_PER_WORKER = 2
 

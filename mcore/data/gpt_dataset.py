@@ -16,7 +16,8 @@ NO_PAD = -1
 """The pad id of a tokenizer without one: no token equals it."""
 
 Sample = dict[str, np.ndarray]
-"""`tokens`, `labels`, `position_ids` (int64) and `loss_mask` (float32), each [seq_length]."""
+"""`tokens`, `labels`, `position_ids` (int64) and `loss_mask` (float32), each [seq_length]; with
+`reset_attention_mask` also `is_document_start` (bool)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,7 +31,8 @@ class SampleOptions:
         pad_id: token without loss; `NO_PAD` = none.
         vocab_size: ids from here on are refused when they are read; None = not checked.
         reset_position_ids: positions restart after every end-of-document token.
-        reset_attention_mask: `attention_mask` hides earlier documents.
+        reset_attention_mask: `attention_mask` hides earlier documents, and samples tell where
+            documents start.
         eod_mask_loss: no loss where the input is the end-of-document token.
         add_extra_token: read one token more than `seq_length`, so that the last position has a
             label; False leaves the last position without loss.
@@ -141,15 +143,22 @@ class GPTDataset:
         positions = self._positions
         if options.reset_position_ids:
             positions = reset_positions(tokens, options.eod_id)
+        starts: np.ndarray | None = None
+        if options.reset_attention_mask:
+            starts = np.zeros(options.seq_length, np.bool_)
+            starts[document_starts(tokens, options.eod_id)] = True
         # The pad id need not be in the vocabulary; the embedding gets an id that is.
         tokens[tokens == options.pad_id] = 0
         labels[labels == options.pad_id] = 0
-        return {
+        sample = {
             "tokens": tokens,
             "labels": labels,
             "loss_mask": loss_mask,
             "position_ids": positions,
         }
+        if starts is not None:
+            sample["is_document_start"] = starts
+        return sample
 
     def provenance(self, index: int) -> tuple[SamplePiece, ...]:
         """Where the tokens of a sample come from (its last label included), in order."""

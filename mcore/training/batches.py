@@ -13,6 +13,7 @@ from mcore.data.batch_loader import BatchLoader
 from mcore.data.gpt_dataset import SampleDataset
 from mcore.data.samplers import SingleSampler
 from mcore.topology.context import ParallelContext
+from mcore.transformer.documents import pack_documents
 from mcore.transformer.dropout import DropoutState
 
 
@@ -21,7 +22,8 @@ class BatchStream:
     """Iterates over the micro batches of one chunk and says what dropout depends on.
 
     Every rank reads what its stage needs itself: reading a few kilobytes from a mapped file is
-    cheaper than broadcasting them, and a middle stage reads nothing.
+    cheaper than broadcasting them. A middle stage reads nothing, unless its attention depends on
+    where documents start.
 
     Attributes:
         loader: reads the samples.
@@ -39,10 +41,15 @@ class BatchStream:
         return self
 
     def __next__(self) -> dict[str, Any]:
-        """The next micro batch: tensors [b, s] on the device, and `dropout_state`."""
-        batch: dict[str, Any] = {
-            name: self._move(tensor) for name, tensor in next(self.loader).items()
-        }
+        """The next micro batch: tensors [b, s] on the device, and `dropout_state`.
+
+        Where attention keeps to documents, `attention_mask` is a `PackedDocuments`.
+        """
+        read = next(self.loader)
+        starts = read.pop("is_document_start", None)
+        batch: dict[str, Any] = {name: self._move(tensor) for name, tensor in read.items()}
+        if starts is not None:
+            batch["attention_mask"] = pack_documents(starts).to(self.device)
         batch["dropout_state"] = DropoutState(self.seed, self.iteration, batch["sample_index"])
         return batch
 
@@ -75,7 +82,7 @@ def build_stream(
         num_workers: reading threads.
         seed: the run's seed.
         device: where batches go.
-        reads_tokens: the chunk is the first or the last stage.
+        reads_tokens: the chunk needs something of the samples.
     """
     sampler = SingleSampler(
         total_samples=len(dataset),

@@ -99,6 +99,7 @@ class RunLog:
             "loss_scale": float(outcome.loss_scale),
             "skipped": 0 if bool(outcome.applied) else 1,
             "tokens": int(outcome.num_tokens),
+            "global_batch_size": outcome.global_batch_size,
             "seconds": fields["seconds"],
         }
 
@@ -115,7 +116,7 @@ class RunLog:
             ("iteration-time", "seconds"),
         ):
             self._tensorboard.add_scalar(tag, record[name], iteration)
-        self._tensorboard.add_scalar("batch-size", self._resolved.global_batch_size, iteration)
+        self._tensorboard.add_scalar("batch-size", record["global_batch_size"], iteration)
         self._tensorboard.add_scalar(
             "lm loss vs samples", record["lm_loss"], record["consumed_train_samples"]
         )
@@ -131,7 +132,7 @@ class RunLog:
             f"consumed samples: {last['consumed_train_samples']:12d}",
             f"elapsed time per iteration (ms): {milliseconds:.1f}",
             f"learning rate: {last['learning_rate']:.6E}",
-            f"global batch size: {self._resolved.global_batch_size:5d}",
+            f"global batch size: {last['global_batch_size']:5d}",
             f"lm loss: {sum(applied) / len(applied) if applied else math.nan:.6E}",
             f"loss scale: {last['loss_scale']:.1f}",
             f"grad norm: {last['grad_norm']:.3f}",

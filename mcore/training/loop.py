@@ -112,7 +112,7 @@ class Run:
                 num_workers=self.config.data.num_workers,
                 seed=self.config.training.seed,
                 device=self.runtime.device,
-                reads_tokens=stage.reads_tokens,
+                reads_tokens=stage.reads_tokens or self.config.attention_reads_samples,
             )
             for stage in self.state.stages
         ]

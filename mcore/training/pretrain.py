@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 
 from mcore.config.checks import check
-from mcore.config.run import RunConfig, resolve
+from mcore.config.run import RunConfig, batch_size_calculator, resolve
 from mcore.errors import CheckpointError, McoreError
 from mcore.log import get_logger, report_error, warn_ignored
 from mcore.pipeline_parallel.executor import ForwardStepFunc
@@ -143,7 +143,8 @@ def run(prepared: Prepared, launch: Launch, providers: Providers) -> TrainState:
             "iterations of this run; raise --train-iters"
         )
     log = RunLog(config, resolved, runtime, state.iteration)
-    steps = StepFunctions(providers.forward_step, resolved, runtime)
+    batch_sizes = batch_size_calculator(config, resolved.data_parallel_size)
+    steps = StepFunctions(providers.forward_step, resolved, runtime, batch_sizes)
     training = Run(config, resolved, runtime, state, steps, datasets, log)
     try:
         if not config.training.skip_train:

@@ -8,6 +8,7 @@ from mcore.config.transformer import TransformerConfig
 from mcore.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from mcore.topology.group import Group
 from mcore.topology.param_sharding import Piece, RowCut, even_rows
+from mcore.transformer.documents import AttentionMask
 from mcore.transformer.dot_product_attention import DotProductAttention
 from mcore.transformer.dropout import DropoutState
 from mcore.transformer.initialization import normal
@@ -95,7 +96,7 @@ class SelfAttention(nn.Module):
     def forward(
         self,
         hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
+        attention_mask: AttentionMask = None,
         rotary: RotaryTables | None = None,
         dropout_state: DropoutState | None = None,
     ) -> Tensor:

@@ -9,6 +9,7 @@ from mcore.config.transformer import TransformerConfig
 from mcore.parallel_state import tensor_model_parallel_group_or
 from mcore.tensor_parallel.mappings import AnyGroup
 from mcore.tensor_parallel.random import checkpoint
+from mcore.transformer.documents import AttentionMask
 from mcore.transformer.dropout import DropoutState
 from mcore.transformer.layer import TransformerLayer
 from mcore.transformer.norm import build_norm
@@ -52,7 +53,7 @@ class TransformerBlock(nn.Module):
     def forward(
         self,
         hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
+        attention_mask: AttentionMask = None,
         rotary: RotaryTables | None = None,
         dropout_state: DropoutState | None = None,
     ) -> Tensor:
@@ -77,7 +78,7 @@ class TransformerBlock(nn.Module):
 def _run(
     layers: list[nn.Module],
     hidden_states: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: AttentionMask,
     rotary: RotaryTables | None,
     dropout_state: DropoutState | None,
 ) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mcore.transformer.documents import AttentionMask, PackedDocuments
 from mcore.transformer.dropout import DropoutState, attention_dropout
 
 
@@ -35,7 +36,7 @@ class DotProductAttention(nn.Module):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attention_mask: Tensor | None,
+        attention_mask: AttentionMask,
         dropout_state: DropoutState | None,
     ) -> Tensor:
         """Attend.
@@ -44,8 +45,8 @@ class DotProductAttention(nn.Module):
             query: [s, b, n, d].
             key: [k, b, g, d], g a divisor of n.
             value: [k, b, g, d].
-            attention_mask: True = hidden, broadcast to [b, n, s, k]; None = causal, the last query
-                seeing every key.
+            attention_mask: True = hidden, broadcast to [b, n, s, k]; documents that do not see each
+                other (s = k); None = causal, the last query seeing every key.
             dropout_state: what dropout masks depend on; needed in training when dropout is on.
 
         Returns:
@@ -55,7 +56,11 @@ class DotProductAttention(nn.Module):
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [b, n, s, d]
         if self.training and self.dropout > 0.0:
             assert dropout_state is not None
+            if isinstance(attention_mask, PackedDocuments):
+                attention_mask = attention_mask.hidden()
             out = self._spelled_out(q, k, v, attention_mask, dropout_state)
+        elif isinstance(attention_mask, PackedDocuments):
+            out = attention_mask.attend(q, k, v)
         elif attention_mask is None and q.shape[2] in (1, k.shape[2]):
             out = F.scaled_dot_product_attention(
                 q, k, v, is_causal=q.shape[2] > 1, enable_gqa=grouped

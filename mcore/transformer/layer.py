@@ -8,6 +8,7 @@ from mcore.config.transformer import TransformerConfig
 from mcore.parallel_state import tensor_model_parallel_group_or
 from mcore.tensor_parallel.mappings import AnyGroup
 from mcore.transformer.attention import SelfAttention
+from mcore.transformer.documents import AttentionMask
 from mcore.transformer.dropout import DropoutState, Site, dropout
 from mcore.transformer.mlp import MLP
 from mcore.transformer.norm import build_norm
@@ -48,7 +49,7 @@ class TransformerLayer(nn.Module):
     def forward(
         self,
         hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
+        attention_mask: AttentionMask = None,
         rotary: RotaryTables | None = None,
         dropout_state: DropoutState | None = None,
     ) -> Tensor:
@@ -56,7 +57,7 @@ class TransformerLayer(nn.Module):
 
         Args:
             hidden_states: [s, b, h], or [s/t, b, h] with sequence parallelism.
-            attention_mask: True = hidden, broadcast to [b, n, s, s]; None = causal.
+            attention_mask: True = hidden, broadcast to [b, n, s, s]; documents; None = causal.
             rotary: tables of the rotary embedding, or None.
             dropout_state: what dropout masks depend on; needed in training when dropout is on.
 

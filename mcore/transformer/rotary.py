@@ -56,15 +56,26 @@ class RotaryEmbedding(nn.Module):
         inv_freq = 1.0 / (rotary_base ** (channels / self.rotated))
         self.register_buffer("inv_freq", inv_freq, persistent=False)
 
-    def forward(self, seq_length: int, dtype: torch.dtype) -> RotaryTables:
-        """Tables for positions 0 .. seq_length - 1, computed in float32 and returned in `dtype`."""
-        positions = torch.arange(seq_length, device=self.inv_freq.device, dtype=torch.float32)
-        angles = torch.outer(positions, self.inv_freq.float())
+    def forward(
+        self, seq_length: int, dtype: torch.dtype, position_ids: Tensor | None = None
+    ) -> RotaryTables:
+        """Tables of a sequence, computed in float32 and returned in `dtype`.
+
+        Args:
+            seq_length: s.
+            dtype: of the tables.
+            position_ids: [b, s], positions of each sample; 0 .. s-1 when None.
+        """
+        if position_ids is None:
+            positions = torch.arange(seq_length, device=self.inv_freq.device)[:, None]
+        else:
+            positions = position_ids.t()  # [b, s] -> [s, b]
+        angles = positions.float()[..., None] * self.inv_freq  # [s, b or 1, r/2]
         if self.interleaved:
             angles = angles.repeat_interleave(2, dim=-1)
         else:
             angles = torch.cat([angles, angles], dim=-1)
-        angles = angles[:, None, None, :]
+        angles = angles[:, :, None, :]
         return RotaryTables(angles.cos().to(dtype), angles.sin().to(dtype))
 
     def _apply(self, fn, recurse: bool = True):  # type: ignore[no-untyped-def]

@@ -99,3 +99,17 @@ def test_initialisation_is_checked():
     calculator.init_num_microbatches_calculator(0, None, 8, 1, 1)
     with pytest.raises(ConfigError, match="already"):
         calculator.init_num_microbatches_calculator(0, None, 8, 1, 1)
+
+
+def test_steps_by_tokens():
+    schedule = calculator.parse_step_schedule("0:16 1K:32, 2.5K:64", seq_length=10)
+    assert schedule == [(0, 16), (100, 32), (250, 64)]
+    steps = calculator.StepBatchsizeNumMicroBatchesCalculator(schedule, 4, 2)
+    sizes = [steps.global_batch_size_at(n) for n in (0, 99, 100, 249, 250, 10**9)]
+    assert sizes == [16, 16, 32, 32, 64, 64]
+
+
+@pytest.mark.parametrize("text", ["", "1K:8", "0:8 x:9", "0:8 1K:4 1K:5", "0:0", "0:8 2K:4 1K:2"])
+def test_steps_that_make_no_sense(text):
+    with pytest.raises(ConfigError, match="step-batch-size-schedule"):
+        calculator.parse_step_schedule(text, 10)

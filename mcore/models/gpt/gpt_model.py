@@ -22,6 +22,7 @@ from mcore.tensor_parallel.mappings import (
 )
 from mcore.topology.param_sharding import even_rows, set_sharding
 from mcore.transformer.block import TransformerBlock
+from mcore.transformer.documents import AttentionMask
 from mcore.transformer.dropout import DropoutState
 from mcore.transformer.rotary import RotaryEmbedding, RotaryTables
 
@@ -155,7 +156,7 @@ class GPTModel(nn.Module):
         self,
         input_ids: Tensor | None,
         position_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
+        attention_mask: AttentionMask = None,
         labels: Tensor | None = None,
         *,
         dropout_state: DropoutState | None = None,
@@ -164,8 +165,9 @@ class GPTModel(nn.Module):
 
         Args:
             input_ids: [b, s]; needed on the first stage only.
-            position_ids: [b, s]; 0 .. s-1 when None. Rotary positions are always 0 .. s-1.
-            attention_mask: True = hidden, broadcast to [b, n, s, s]; None = causal.
+            position_ids: [b, s], for learned and rotary positions; 0 .. s-1 when None.
+            attention_mask: True = hidden, broadcast to [b, n, s, s]; documents that do not see each
+                other; None = causal.
             labels: [b, s]; used on the last stage.
             dropout_state: what dropout masks depend on. When None in training, a state is made of
                 torch's initial seed and the number of calls.
@@ -185,7 +187,7 @@ class GPTModel(nn.Module):
                 raise ShapeError("this stage needs set_input_tensor before forward")
             hidden_states = self.input_tensor
             dropout_state = self._state_for(dropout_state, hidden_states.shape[1])
-        rotary = self._rotary(hidden_states)
+        rotary = self._rotary(hidden_states, position_ids)
         hidden_states = self.decoder(hidden_states, attention_mask, rotary, dropout_state)
         if self.output_layer is None:
             return hidden_states
@@ -213,11 +215,11 @@ class GPTModel(nn.Module):
     def _is_tied(self) -> bool:
         return self.share_embeddings_and_output_weights
 
-    def _rotary(self, hidden_states: Tensor) -> RotaryTables | None:
+    def _rotary(self, hidden_states: Tensor, position_ids: Tensor | None) -> RotaryTables | None:
         if self.rotary_pos_emb is None:
             return None
         length = hidden_states.shape[0] * (self.tp_group.size if self.sequence_parallel else 1)
-        tables: RotaryTables = self.rotary_pos_emb(length, hidden_states.dtype)
+        tables: RotaryTables = self.rotary_pos_emb(length, hidden_states.dtype, position_ids)
         return tables
 
     def _state_for(self, state: DropoutState | None, batch: int) -> DropoutState | None:
