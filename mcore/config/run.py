@@ -142,9 +142,7 @@ def resolve(config: RunConfig, world_size: int) -> Resolved:
     )
 
 
-def batch_size_calculator(
-    config: RunConfig, data_parallel_size: int
-) -> NumMicroBatchesCalculator:
+def batch_size_calculator(config: RunConfig, data_parallel_size: int) -> NumMicroBatchesCalculator:
     """How large the global batch is after any number of consumed samples."""
     training = config.training
     micro = training.micro_batch_size

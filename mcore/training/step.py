@@ -16,7 +16,6 @@ from mcore.num_microbatches_calculator import (
     ConstantNumMicroBatchesCalculator,
     NumMicroBatchesCalculator,
 )
-from mcore.num_microbatches_calculator import NumMicroBatchesCalculator
 from mcore.pipeline_parallel.executor import ForwardStepFunc
 from mcore.pipeline_parallel.hooks import ScheduleHooks
 from mcore.pipeline_parallel.schedules import get_forward_backward_func
