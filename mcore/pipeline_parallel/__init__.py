@@ -3,9 +3,22 @@
 from mcore.pipeline_parallel.actions import Action, Kind, Plan, format_plans, parse_plans
 from mcore.pipeline_parallel.executor import PipelineExecutor, ScheduleResult
 from mcore.pipeline_parallel.hooks import ScheduleHooks
-from mcore.pipeline_parallel.p2p_communication import P2PCommunicator
+from mcore.pipeline_parallel.p2p_communication import P2PCommunicator, TensorSpec
 from mcore.pipeline_parallel.pipeline import Pipeline, build_pipeline
-from mcore.pipeline_parallel.plans import plan_1f1b, plan_interleaved, plan_no_pipelining
+from mcore.pipeline_parallel.plans import (
+    plan_1f1b,
+    plan_bounded,
+    plan_gpipe,
+    plan_interleaved,
+    plan_no_pipelining,
+)
+from mcore.pipeline_parallel.schedule import (
+    CustomPlans,
+    Schedule,
+    ScheduleName,
+    default_schedule,
+    parse_schedule,
+)
 from mcore.pipeline_parallel.schedules import (
     forward_backward_no_pipelining,
     forward_backward_pipelining_with_interleaving,
@@ -14,23 +27,29 @@ from mcore.pipeline_parallel.schedules import (
 )
 from mcore.pipeline_parallel.simulate import Costs, Simulation, simulate
 from mcore.pipeline_parallel.user_config import hooks_from_config
+from mcore.pipeline_parallel.zero_bubble import plan_zb_h1, plan_zb_v
 from mcore.topology.placement import Location, StagePlacement
 from mcore.topology.stages import split_layers, stage_layers
 
 __all__ = [
     "Action",
     "Costs",
+    "CustomPlans",
     "Kind",
     "Location",
     "P2PCommunicator",
     "Pipeline",
     "PipelineExecutor",
     "Plan",
+    "Schedule",
     "ScheduleHooks",
+    "ScheduleName",
     "ScheduleResult",
     "Simulation",
     "StagePlacement",
+    "TensorSpec",
     "build_pipeline",
+    "default_schedule",
     "format_plans",
     "forward_backward_no_pipelining",
     "forward_backward_pipelining_with_interleaving",
@@ -38,9 +57,14 @@ __all__ = [
     "get_forward_backward_func",
     "hooks_from_config",
     "parse_plans",
+    "parse_schedule",
     "plan_1f1b",
+    "plan_bounded",
+    "plan_gpipe",
     "plan_interleaved",
     "plan_no_pipelining",
+    "plan_zb_h1",
+    "plan_zb_v",
     "simulate",
     "split_layers",
     "stage_layers",

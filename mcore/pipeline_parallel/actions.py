@@ -4,8 +4,9 @@ A schedule is data: one plan a rank, a tuple of actions. As text, a plan is one 
 
     F0.0 F0.1 B0.0 B0.1
 
-`F0.1` is the forward of chunk 0 on microbatch 1. Communication is not written down: it follows from
-the plans of all ranks (see `communication.py`).
+`F0.1` is the forward of chunk 0 on microbatch 1. Where a plan has `W0.1`, `B0.1` computes the input
+gradient only and `W0.1` the weight gradients; without it `B0.1` computes both. Communication is not
+written down: it follows from the plans of all ranks (see `communication.py`).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ class Kind(str, Enum):
 
     FORWARD = "F"
     BACKWARD = "B"
+    WEIGHT = "W"
 
     __hash__ = str.__hash__  # Enum's own is Python code, and plans are looked up a great deal
 
@@ -31,7 +33,7 @@ class Action(NamedTuple):
     """One computation.
 
     Attributes:
-        kind: forward or backward.
+        kind: forward, backward, or the weight-gradient part of a backward.
         chunk: the rank's own model chunk, 0 .. chunks a rank - 1 (Megatron's `vp_stage`).
         microbatch: 0 .. num_microbatches - 1.
     """
@@ -59,6 +61,16 @@ def backward(chunk: int, microbatch: int) -> Action:
     return Action(Kind.BACKWARD, chunk, microbatch)
 
 
+def weight(chunk: int, microbatch: int) -> Action:
+    """The weight gradients of a chunk on a microbatch, put off until after its backward."""
+    return Action(Kind.WEIGHT, chunk, microbatch)
+
+
+def split_backwards(plan: Iterable[Action]) -> frozenset[tuple[int, int]]:
+    """The (chunk, microbatch) pairs whose weight gradients are an action of their own."""
+    return frozenset((a.chunk, a.microbatch) for a in plan if a.kind is Kind.WEIGHT)
+
+
 def parse_action(text: str) -> Action:
     """The action that a text such as `F0.3` names.
 
@@ -78,7 +90,8 @@ def parse_action(text: str) -> Action:
 def parse_plans(text: str) -> tuple[Plan, ...]:
     """The plans of all ranks, one line a rank, actions separated by spaces or commas.
 
-    Empty lines and lines that start with `#` are skipped. The inverse of `format_plans`.
+    Empty lines, empty cells and lines that start with `#` are skipped. The inverse of
+    `format_plans`.
 
     Raises:
         ScheduleError: a word is no action; the message says which line.

@@ -5,9 +5,9 @@ which it was posted (NCCL: one stream a communicator, one kernel a batch), that 
 of a pair of ranks by their order alone (no tags), and where nothing is buffered: a send ends when
 its receive has been posted.
 
-Every message gets a *slot*: the time at which its producer ends when a forward costs 1 and a
-backward 2. A rank's messages of one slot are one batch; each rank posts its batches in the order of
-slots.
+Every message gets a *slot*: the time at which its producer ends when a forward costs 1, a backward
+2, and 1 + 1 where it is split. A rank's messages of one slot are one batch; each rank posts its
+batches in the order of slots.
 
 - No deadlock: take the earliest slot that is unfinished. What its producers need was produced in
   earlier slots, and all that any rank has posted before it belongs to earlier slots too, so its

@@ -1,14 +1,17 @@
 """Runs one rank's program: forwards, backwards and the communication between them.
 
-What is kept of a forward until its backward: the input (where the gradient arrives) and the node of
-the autograd graph that made the output. The output itself is not kept: once it is sent its memory
-is free, unless the graph needs it.
+What is kept of a forward until its backward: the inputs (where gradients arrive) and the nodes of
+the autograd graph that made the outputs. The outputs themselves are not kept: once they are sent
+their memory is free, unless the graph needs it.
+
+Where a plan puts weight gradients off, the layers that can (`SplitsBackward`) leave their products
+in a list during the backward; the W action computes those and nothing else.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
@@ -19,12 +22,12 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from mcore.errors import ScheduleError
 from mcore.log import get_logger
-from mcore.pipeline_parallel.actions import Action, Kind
+from mcore.pipeline_parallel.actions import Action, Kind, split_backwards
 from mcore.pipeline_parallel.communication import Batch, Program
 from mcore.pipeline_parallel.hooks import ScheduleHooks
 from mcore.pipeline_parallel.loss import MicrobatchLoss, read_loss
 from mcore.pipeline_parallel.messages import Message, incoming, outgoing
-from mcore.pipeline_parallel.p2p_communication import P2PCommunicator
+from mcore.pipeline_parallel.p2p_communication import P2PCommunicator, Payload
 from mcore.topology.placement import StagePlacement
 
 LossFunc: TypeAlias = Callable[..., Any]
@@ -36,7 +39,7 @@ class TakesInputTensor(Protocol):
     """A model chunk that is not the first: it is given its input before its forward."""
 
     def set_input_tensor(self, input_tensor: list[Tensor | None]) -> None:
-        """Take the one input of the next forward, in a list; [None] on the first stage."""
+        """Take what the stage before returned, in a list; [None] on the first stage."""
 
 
 @runtime_checkable
@@ -45,6 +48,14 @@ class TracksFirstMicrobatch(Protocol):
 
     def set_is_first_microbatch(self) -> None:
         """The next forward is the first of the step."""
+
+
+@runtime_checkable
+class SplitsBackward(Protocol):
+    """A layer that can leave its weight gradients for later."""
+
+    def defer_weight_gradients(self, work: list[Callable[[], None]] | None) -> None:
+        """From now on append them to `work`; None = compute them in the backward again."""
 
 
 class ScheduleResult(NamedTuple):
@@ -63,8 +74,8 @@ class ScheduleResult(NamedTuple):
 class _Held(NamedTuple):
     """What a backward needs of its forward."""
 
-    input: Tensor | None
-    root: Tensor | GradientEdge | None
+    inputs: Payload
+    roots: tuple[Tensor | GradientEdge | None, ...]
 
 
 @dataclass(kw_only=True)
@@ -105,8 +116,14 @@ class PipelineExecutor:
         actions = [step for step in self.program if isinstance(step, Action)]
         self._first = {action.chunk: action for action in reversed(actions)}
         self._last = {action.chunk: action for action in actions}
+        self._split = split_backwards(actions)
+        self._splitters = {
+            chunk: [m for m in self.chunks[chunk].modules() if isinstance(m, SplitsBackward)]
+            for chunk in {chunk for chunk, _ in self._split}
+        }
+        self._weights: dict[tuple[int, int], list[Callable[[], None]]] = {}
         self._held: dict[tuple[int, int], _Held] = {}
-        self._mailbox: dict[Message, Tensor] = {}
+        self._mailbox: dict[Message, Payload] = {}
         self._records: list[Any] = []
         self._has_mean_loss = False
         self._num_tokens = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -123,25 +140,34 @@ class PipelineExecutor:
                 self._post(step)
                 continue
             with _Naming(self.rank, step):
-                self._act(step)
+                message = incoming(self.placement, self.rank, step)
+                with self.hooks.observer.waiting(step):
+                    received = self._take(message)
+                with self.hooks.observer.running(step):
+                    self._act(step, received)
         if self.p2p is not None:
             self.p2p.wait_all()
         assert not self._held
+        assert not self._weights
         assert not self._mailbox
         if not self.forward_only:
             self.hooks.finalize_grads(self._num_tokens)
         return ScheduleResult(self._records, self._num_tokens)
 
-    def _act(self, action: Action) -> None:
+    def _act(self, action: Action, received: Payload | None) -> None:
         if action == self._first[action.chunk]:
             self._begin(action.chunk)
         last = self._last[action.chunk]
-        accumulates = not self.forward_only and action.microbatch != last.microbatch
+        # Where a W comes last, no backward leaves a gradient complete: start_grad_sync does it all.
+        is_last = action.microbatch == last.microbatch and last.kind is not Kind.WEIGHT
+        accumulates = not self.forward_only and not is_last
         with self.hooks.no_sync(action.chunk) if accumulates else nullcontext():
             if action.kind is Kind.FORWARD:
-                self._forward(action)
+                self._forward(action, received)
+            elif action.kind is Kind.BACKWARD:
+                self._backward(action, received)
             else:
-                self._backward(action)
+                self._weight(action)
         if action == last and not self.forward_only:
             self.hooks.start_grad_sync(action.chunk)
 
@@ -153,23 +179,25 @@ class PipelineExecutor:
                     module.set_is_first_microbatch()
                     return
 
-    def _forward(self, action: Action) -> None:
-        received = self._take(incoming(self.placement, self.rank, action))
-        if received is not None and not self.forward_only:
-            received.requires_grad_()
+    def _forward(self, action: Action, received: Payload | None) -> None:
+        inputs = received or ()
+        if not self.forward_only:
+            for tensor in inputs:
+                if tensor.dtype.is_floating_point:
+                    tensor.requires_grad_()
         self._set_input(action.chunk, received)
         with torch.no_grad() if self.forward_only else nullcontext():
             output, loss_func = self.forward_step_func(
                 self.data_iterators[action.chunk], self.chunks[action.chunk]
             )
             message = outgoing(self.placement, self.rank, action)
-            root = (
-                self._loss(output, loss_func)
+            roots = (
+                (self._loss(output, loss_func),)
                 if message is None
                 else self._pass_on(message, output, action)
             )
         if not self.forward_only:
-            self._held[action.chunk, action.microbatch] = _Held(received, root)
+            self._held[action.chunk, action.microbatch] = _Held(inputs, roots)
 
     def _loss(self, output: Any, loss_func: LossFunc) -> Tensor | None:
         """Record the microbatch; what its backward starts from, if anything."""
@@ -193,38 +221,49 @@ class PipelineExecutor:
         else:
             self._num_tokens = self._num_tokens + loss.num_tokens
 
-    def _pass_on(self, message: Message, output: Any, action: Action) -> GradientEdge | None:
-        """Put the output into the mailbox; the node that its gradient goes to, if there is one."""
-        if not isinstance(output, Tensor):
+    def _pass_on(
+        self, message: Message, output: Any, action: Action
+    ) -> tuple[GradientEdge | None, ...]:
+        """Put the outputs into the mailbox; for each that has a gradient, the node it goes to."""
+        outputs = tuple(output) if isinstance(output, (tuple, list)) else (output,)
+        if not outputs or not all(isinstance(tensor, Tensor) for tensor in outputs):
             raise ScheduleError(
                 f"the forward step of chunk {action.chunk} on pipeline rank {self.rank} returned "
-                f"{type(output).__name__}; a stage that is not the last returns one tensor"
+                f"{type(output).__name__}; a stage that is not the last returns a tensor or a "
+                f"list of tensors"
             )
-        self._mailbox[message] = output.detach()
-        return get_gradient_edge(output) if output.requires_grad else None
+        self._mailbox[message] = tuple(tensor.detach() for tensor in outputs)
+        return tuple(
+            get_gradient_edge(tensor) if tensor.requires_grad else None
+            for tensor in outputs
+            if tensor.dtype.is_floating_point
+        )
 
-    def _backward(self, action: Action) -> None:
-        held = self._held.pop((action.chunk, action.microbatch))
-        gradient = self._take(incoming(self.placement, self.rank, action))
-        if isinstance(held.root, GradientEdge):
-            assert gradient is not None
-            torch.autograd.backward([held.root], [gradient])
-        elif held.root is not None:
-            torch.autograd.backward([held.root])
+    def _backward(self, action: Action, gradients: Payload | None) -> None:
+        key = (action.chunk, action.microbatch)
+        held = self._held.pop(key)
+        if key in self._split:
+            work = self._weights[key] = []
+            with _deferring(self._splitters[action.chunk], work):
+                _run_autograd(held, gradients)
+        else:
+            _run_autograd(held, gradients)
         message = outgoing(self.placement, self.rank, action)
-        if message is None:
-            return
-        assert held.input is not None
-        # A stage that makes no use of its input owes the stage before a zero all the same.
-        answer = torch.zeros_like(held.input) if held.input.grad is None else held.input.grad
-        held.input.grad = None  # the chunk may hold on to its input; its gradient moves on
-        self._mailbox[message] = answer.detach()
+        if message is not None:
+            self._mailbox[message] = tuple(
+                _take_gradient(tensor) for tensor in held.inputs if tensor.dtype.is_floating_point
+            )
+
+    def _weight(self, action: Action) -> None:
+        with torch.no_grad():
+            for product in self._weights.pop((action.chunk, action.microbatch)):
+                product()
 
     def _post(self, batch: Batch) -> None:
         assert self.p2p is not None
         self.p2p.post(batch, {message: self._mailbox.pop(message) for message in batch.sends})
 
-    def _take(self, message: Message | None) -> Tensor | None:
+    def _take(self, message: Message | None) -> Payload | None:
         if message is None:
             return None
         if message.is_local:
@@ -232,7 +271,7 @@ class PipelineExecutor:
         assert self.p2p is not None
         return self.p2p.receive(message)
 
-    def _set_input(self, chunk: int, received: Tensor | None) -> None:
+    def _set_input(self, chunk: int, received: Payload | None) -> None:
         modules = list(_wrapped(self.chunks[chunk]))
         takers = [module for module in modules if isinstance(module, TakesInputTensor)]
         if received is None:
@@ -240,13 +279,41 @@ class PipelineExecutor:
             # fail there.
             takers = [module for module in takers if module is modules[-1]]
         if takers:
-            takers[-1].set_input_tensor([received])
+            takers[-1].set_input_tensor([None] if received is None else list(received))
         elif received is not None:
             raise ScheduleError(
                 f"chunk {chunk} of pipeline rank {self.rank} "
                 f"({type(self.chunks[chunk]).__name__}) is not the first stage and needs a method "
                 f"set_input_tensor([tensor])"
             )
+
+
+def _run_autograd(held: _Held, gradients: Payload | None) -> None:
+    starts = (None,) if gradients is None else gradients  # the loss starts from one
+    pairs: list[tuple[Any, Tensor | None]] = [
+        (root, start) for root, start in zip(held.roots, starts, strict=True) if root is not None
+    ]
+    if pairs:
+        torch.autograd.backward([root for root, _ in pairs], [start for _, start in pairs])
+
+
+@contextmanager
+def _deferring(layers: Sequence[SplitsBackward], work: list[Callable[[], None]]) -> Iterator[None]:
+    """Weight gradients of backwards within go to `work`."""
+    for layer in layers:
+        layer.defer_weight_gradients(work)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.defer_weight_gradients(None)
+
+
+def _take_gradient(tensor: Tensor) -> Tensor:
+    """The gradient of an input; a stage that makes no use of it owes the stage before a zero."""
+    gradient = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+    tensor.grad = None  # the chunk may hold on to its input; its gradient moves on
+    return gradient.detach()
 
 
 class _Naming(AbstractContextManager[None]):

@@ -5,8 +5,31 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
+
+from mcore.pipeline_parallel.actions import Action
+
+
+class Observer(Protocol):
+    """Sees every action of a step, such as to measure it."""
+
+    def waiting(self, action: Action) -> AbstractContextManager[None]:
+        """Around the wait for what the action needs from another rank."""
+
+    def running(self, action: Action) -> AbstractContextManager[None]:
+        """Around the action itself."""
+
+
+class Unobserved:
+    """Nobody looks."""
+
+    def waiting(self, action: Action) -> AbstractContextManager[None]:  # noqa: ARG002  (protocol)
+        """Nothing."""
+        return nullcontext()
+
+    running = waiting
 
 
 def _no_sync(chunk: int) -> AbstractContextManager[None]:  # noqa: ARG001  (a hook's signature)
@@ -27,9 +50,10 @@ class ScheduleHooks:
 
     Attributes:
         no_sync: `no_sync(chunk)` gives the context in which all microbatches of the chunk but its
-            last one run, forward and backward: gradients are accumulated there, not reduced.
-        start_grad_sync: `start_grad_sync(chunk)` after the chunk's last backward: all its gradients
-            are there, and their reduction may run beside what is left of the pipeline.
+            last one run, forward and backward: gradients are accumulated there, not reduced. Where
+            the chunk's last action is a W, the last microbatch runs in it too.
+        start_grad_sync: `start_grad_sync(chunk)` after the chunk's last backward or W: all its
+            gradients are there, and their reduction may run beside what is left of the pipeline.
         start_param_sync: `start_param_sync(chunk)` before the chunk's first forward of the step.
         finalize_grads: `finalize_grads(num_tokens)` after everything is computed and communicated.
             The gradient of the step is the sum of this rank's gradients divided by the sum of
@@ -38,6 +62,7 @@ class ScheduleHooks:
             microbatches; with a loss that is a mean (already divided by num_microbatches), 1, so
             that the same division gives the mean over data-parallel ranks.
         scale_loss: `scale_loss(loss)` gives what the backward starts from (loss scale).
+        observer: sees every action; for profiles and tests.
     """
 
     no_sync: Callable[[int], AbstractContextManager[None]] = _no_sync
@@ -45,3 +70,4 @@ class ScheduleHooks:
     start_param_sync: Callable[[int], None] = _nothing
     finalize_grads: Callable[[Tensor], None] = _nothing
     scale_loss: Callable[[Tensor], Tensor] = _unscaled
+    observer: Observer = Unobserved()

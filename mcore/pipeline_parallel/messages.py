@@ -1,6 +1,7 @@
 """What the plans of all ranks imply: who needs what from whom, and whether that can be had.
 
-A forward needs the output of the stage before, a backward the gradient from the stage after.
+A forward needs the output of the stage before, a backward the gradient from the stage after; weight
+gradients need nothing from elsewhere.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from mcore.errors import ScheduleError
-from mcore.pipeline_parallel.actions import Action, Kind, Plan
+from mcore.pipeline_parallel.actions import Action, Kind, Plan, split_backwards
 from mcore.topology.placement import Location, StagePlacement
 
 
@@ -41,6 +42,8 @@ class Message(NamedTuple):
 
 def incoming(placement: StagePlacement, rank: int, action: Action) -> Message | None:
     """The message that an action of a rank needs first; None at the ends of the chain."""
+    if action.kind is Kind.WEIGHT:
+        return None
     upstream = placement.prev if action.kind is Kind.FORWARD else placement.next
     peer = upstream(rank, action.chunk)
     if peer is None:
@@ -50,6 +53,8 @@ def incoming(placement: StagePlacement, rank: int, action: Action) -> Message | 
 
 def outgoing(placement: StagePlacement, rank: int, action: Action) -> Message | None:
     """The message that an action of a rank produces; None at the ends of the chain."""
+    if action.kind is Kind.WEIGHT:
+        return None
     downstream = placement.next if action.kind is Kind.FORWARD else placement.prev
     peer = downstream(rank, action.chunk)
     if peer is None:
@@ -60,8 +65,9 @@ def outgoing(placement: StagePlacement, rank: int, action: Action) -> Message | 
 def check_plans(plans: Sequence[Plan], placement: StagePlacement) -> int:
     """Check each plan by itself.
 
-    Every (chunk, microbatch) of every rank has one forward and then one backward, or, in an
-    evaluation, one forward; the microbatches are 0 .. m-1, the same on all ranks.
+    Every (chunk, microbatch) of every rank has one forward, then one backward and perhaps, after
+    that, its weight gradients; in an evaluation, one forward. The microbatches are 0 .. m-1, the
+    same on all ranks.
 
     Returns:
         The number of microbatches m.
@@ -79,12 +85,12 @@ def check_plans(plans: Sequence[Plan], placement: StagePlacement) -> int:
         counts = Counter(plan)
         wanted = {
             Action(kind, chunk, microbatch)
-            for kind in kinds | {Kind.FORWARD}
+            for kind in (kinds | {Kind.FORWARD}) - {Kind.WEIGHT}
             for chunk in range(placement.num_chunks)
             for microbatch in range(num_microbatches)
         }
         for action in plan:
-            if action not in wanted:
+            if action.kind is not Kind.WEIGHT and action not in wanted:
                 raise refusal(rank, action, f"the rank has chunks 0 .. {placement.num_chunks - 1}")
             if counts[action] > 1:
                 raise refusal(rank, action, f"it is planned {counts[action]} times, not once")
@@ -95,7 +101,7 @@ def check_plans(plans: Sequence[Plan], placement: StagePlacement) -> int:
 
 
 def unit_cost_ends(plans: Sequence[Plan], placement: StagePlacement) -> tuple[list[int], ...]:
-    """When each action ends if a forward takes 1, a backward 2 and a message no time.
+    """When each action ends if a forward takes 1, a backward 1 + 1 and a message no time.
 
     Args:
         plans: checked plans of all ranks.
@@ -111,6 +117,7 @@ def unit_cost_ends(plans: Sequence[Plan], placement: StagePlacement) -> tuple[li
     ended: dict[tuple[int, Action], int] = {}
     ends: tuple[list[int], ...] = tuple([] for _ in plans)
     inputs = [[incoming(placement, rank, a) for a in plan] for rank, plan in enumerate(plans)]
+    splits = list(map(split_backwards, plans))
     progress = True
     while progress:
         progress = False
@@ -125,7 +132,7 @@ def unit_cost_ends(plans: Sequence[Plan], placement: StagePlacement) -> tuple[li
                         break
                     arrival = known
                 start = max(arrival, mine[-1] if mine else 0)
-                mine.append(start + UNIT_COST[action.kind])
+                mine.append(start + _unit_cost(action, splits[rank]))
                 ended[rank, action] = mine[-1]
                 progress = True
     for rank, plan in enumerate(plans):
@@ -134,8 +141,10 @@ def unit_cost_ends(plans: Sequence[Plan], placement: StagePlacement) -> tuple[li
     return ends
 
 
-# A backward computes two matrix products (input and weight gradient) for each one of the forward.
-UNIT_COST = {Kind.FORWARD: 1, Kind.BACKWARD: 2}
+def _unit_cost(action: Action, split: frozenset[tuple[int, int]]) -> int:
+    """A backward makes two matrix products, input and weight gradient, for one of the forward."""
+    is_whole = action.kind is Kind.BACKWARD and (action.chunk, action.microbatch) not in split
+    return 2 if is_whole else 1
 
 
 def refusal(rank: int, action: Action | None, reason: str) -> ScheduleError:
@@ -151,10 +160,17 @@ def _at(action: Action, location: Location) -> Action:
 def _check_order(rank: int, plan: Plan) -> None:
     done = set()
     for action in plan:
-        needed = Action(Kind.FORWARD, action.chunk, action.microbatch)
-        if action.kind is Kind.BACKWARD and needed not in done:
-            raise refusal(rank, action, f"it comes before its own forward {needed}")
+        before = _BEFORE.get(action.kind)
+        if before is not None:
+            needed = Action(before, action.chunk, action.microbatch)
+            if needed not in done:
+                name = _NAMES[before]
+                raise refusal(rank, action, f"it comes before its own {name} {needed}")
         done.add(action)
+
+
+_BEFORE = {Kind.BACKWARD: Kind.FORWARD, Kind.WEIGHT: Kind.BACKWARD}
+_NAMES = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward"}
 
 
 def _circle(

@@ -5,34 +5,59 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mcore.errors import ShapeError
+from mcore.errors import ScheduleError, ShapeError
+from mcore.pipeline_parallel.actions import Kind
 from mcore.pipeline_parallel.communication import Batch
 from mcore.pipeline_parallel.messages import Message
 from mcore.topology.group import Group
+
+Payload: TypeAlias = tuple[Tensor, ...]
+
+
+class TensorSpec(NamedTuple):
+    """What one of the tensors between two stages looks like."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+# A header says how many tensors follow, and of each its dtype, its dimensions and their sizes.
+_DTYPES = (
+    *(torch.float32, torch.float16, torch.bfloat16, torch.float64),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+)
+_MAX_TENSORS, _MAX_DIMS = 7, 7
+_TENSOR_LENGTH = 2 + _MAX_DIMS
+_HEADER_LENGTH = 1 + _MAX_TENSORS * _TENSOR_LENGTH
 
 
 @dataclass(slots=True)
 class _Posted:
     """A batch on its way; it keeps the tensors that are being sent alive."""
 
+    batch: Batch
     works: list[dist.Work]
-    sends: tuple[Tensor, ...]
-    receives: dict[Message, Tensor]
+    sends: tuple[Payload, ...]
+    receives: dict[Message, Payload]
 
 
 class P2PCommunicator:
-    """Sends and receives tensors of one shape between the ranks of a pipeline.
+    """Sends and receives tensors between the ranks of a pipeline.
 
     Batches end in the order in which they were posted: `receive` waits for the batch that brings
-    the tensor and for all before it, on every backend. On NCCL that is what the communicator's
+    the tensors and for all before it, on every backend. On NCCL that is what the communicator's
     stream does, and waiting costs the host nothing; on gloo it bounds how long sent tensors are
     held. `communication.py` derives the batches so that this never deadlocks.
+
+    With specs every message is those tensors (a gradient: those of a floating dtype). Without, each
+    batch first exchanges headers that say what comes, and `post` waits for them: by the order of
+    slots that cannot deadlock either, but it costs a round trip and, on CUDA, a synchronisation.
 
     Where torch creates communicators at their first use (NCCL without a bound device), the first
     batch of the group creates one, and every rank of the pipeline comes to its first batch without
@@ -40,54 +65,60 @@ class P2PCommunicator:
     """
 
     def __init__(
-        self, group: Group, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+        self, group: Group, specs: Sequence[TensorSpec] | None, device: torch.device
     ) -> None:
         """Prepare; nothing is communicated.
 
         Args:
             group: the pipeline group; messages name ranks by their position in it.
-            shape: of every tensor that travels, [s/(c t), b, h] for a transformer.
-            dtype: of every tensor that travels.
+            specs: the tensors of each message, such as one of [s/(c t), b, h] for a transformer;
+                None = they vary.
             device: where received tensors are put.
         """
         self._group = group
-        self._shape = tuple(shape)
-        self._dtype = dtype
+        self._specs = None if specs is None else tuple(specs)
         self._device = device
         self._posted: deque[_Posted] = deque()
-        self._received: dict[Message, Tensor] = {}
+        self._received: dict[Message, Payload] = {}
 
-    def post(self, batch: Batch, outgoing: Mapping[Message, Tensor]) -> None:
-        """Start the sends and receives of a batch; does not wait.
+    def post(self, batch: Batch, outgoing: Mapping[Message, Payload]) -> None:
+        """Start the sends and receives of a batch; waits for nothing but headers.
 
         Args:
             batch: what to send to and receive from which rank.
-            outgoing: a tensor for each send; it is not modified, and held until it is sent.
+            outgoing: the tensors of each send; not modified, and held until they are sent.
 
         Raises:
             ShapeError: a tensor to be sent has another shape or dtype than was announced, which
                 the receiver could not know.
+            ScheduleError: a peer is gone.
         """
-        sends = tuple(self._checked(message, outgoing[message]) for message in batch.sends)
+        sends = tuple(
+            tuple(tensor.contiguous() for tensor in outgoing[message]) for message in batch.sends
+        )
+        if self._specs is None:
+            arriving = self._exchange_headers(batch, sends)
+        else:
+            for message, payload in zip(batch.sends, sends, strict=True):
+                self._check(message, payload)
+            arriving = {message: self._expected(message) for message in batch.receives}
         receives = {
-            message: torch.empty(self._shape, dtype=self._dtype, device=self._device)
-            for message in batch.receives
+            message: tuple(
+                torch.empty(spec.shape, dtype=spec.dtype, device=self._device) for spec in specs
+            )
+            for message, specs in arriving.items()
         }
-        operations = [
-            self._operation(dist.isend, tensor, message.destination)
-            for message, tensor in zip(batch.sends, sends, strict=True)
-        ]
-        operations += [
-            self._operation(dist.irecv, buffer, message.source)
-            for message, buffer in receives.items()
-        ]
-        works = dist.batch_isend_irecv(operations)
-        self._posted.append(_Posted(works, sends, receives))
+        operations = self._operations(dist.isend, batch.sends, sends)
+        operations += self._operations(dist.irecv, batch.receives, tuple(receives.values()), True)
+        self._posted.append(_Posted(batch, self._start(operations, batch), sends, receives))
 
-    def receive(self, message: Message) -> Tensor:
-        """The tensor of a message whose receive was posted.
+    def receive(self, message: Message) -> Payload:
+        """The tensors of a message whose receive was posted.
 
-        Comm: on gloo the host waits until it is there, on CUDA the current stream.
+        Comm: on gloo the host waits until they are there, on CUDA the current stream.
+
+        Raises:
+            ScheduleError: a peer is gone, or silent for longer than the group's timeout.
         """
         while message not in self._received:
             assert self._posted, f"the receive of {message} was not posted"
@@ -102,19 +133,118 @@ class P2PCommunicator:
 
     def _wait_oldest(self) -> None:
         posted = self._posted.popleft()
-        for work in posted.works:
-            work.wait()
+        self._wait(posted.works, posted.batch)
         self._received.update(posted.receives)
 
-    def _operation(self, operation: Callable[..., Any], tensor: Tensor, peer: int) -> dist.P2POp:
-        return dist.P2POp(operation, tensor, self._group.ranks[peer], self._group.handle)
+    def _start(self, operations: list[dist.P2POp], batch: Batch) -> list[dist.Work]:
+        if not operations:
+            return []
+        try:
+            works: list[dist.Work] = dist.batch_isend_irecv(operations)
+        except RuntimeError as error:
+            raise self._lost(batch, error) from error
+        return works
 
-    def _checked(self, message: Message, tensor: Tensor) -> Tensor:
-        if tuple(tensor.shape) != self._shape or tensor.dtype != self._dtype:
-            raise ShapeError(
-                f"{message.producer} on pipeline rank {message.source} gave a tensor of shape "
-                f"{list(tensor.shape)} and {tensor.dtype}; between stages travel tensors of shape "
-                f"{list(self._shape)} and {self._dtype}: pass tensor_shape= and dtype= to the "
-                f"schedule, or let the stage return that"
+    def _wait(self, works: list[dist.Work], batch: Batch) -> None:
+        try:
+            for work in works:
+                work.wait()
+        except RuntimeError as error:
+            raise self._lost(batch, error) from error
+
+    def _lost(self, batch: Batch, error: RuntimeError) -> ScheduleError:
+        """A peer died or stands still: say which, and what it was to do."""
+        ranks = self._group.ranks
+        owed = [
+            f"{m.producer} (chunk {m.producer.chunk}, microbatch {m.producer.microbatch}) from "
+            f"pipeline rank {m.source} (global rank {ranks[m.source]})"
+            for m in batch.receives
+        ]
+        owed += [
+            f"the receipt of {m.producer} by pipeline rank {m.destination} (global rank "
+            f"{ranks[m.destination]})"
+            for m in batch.sends
+        ]
+        return ScheduleError(
+            f"pipeline rank {self._group.rank} (global rank {self._group.global_rank}) has lost a "
+            f"peer while it waited for {' and '.join(owed)}: that process died or stands still "
+            f"({str(error).splitlines()[0]})"
+        )
+
+    def _operations(
+        self,
+        operation: Callable[..., Any],
+        messages: Sequence[Message],
+        payloads: Sequence[Payload],
+        is_receive: bool = False,
+    ) -> list[dist.P2POp]:
+        return [
+            dist.P2POp(
+                operation,
+                tensor,
+                self._group.ranks[message.source if is_receive else message.destination],
+                self._group.handle,
             )
-        return tensor.contiguous()
+            for message, payload in zip(messages, payloads, strict=True)
+            for tensor in payload
+        ]
+
+    def _expected(self, message: Message) -> tuple[TensorSpec, ...]:
+        assert self._specs is not None
+        if message.producer.kind is Kind.FORWARD:
+            return self._specs
+        return tuple(spec for spec in self._specs if spec.dtype.is_floating_point)
+
+    def _check(self, message: Message, payload: Payload) -> None:
+        found = [TensorSpec(tuple(tensor.shape), tensor.dtype) for tensor in payload]
+        expected = list(self._expected(message))
+        if found != expected:
+            raise ShapeError(
+                f"{message.producer} on pipeline rank {message.source} gave {_describe(found)}; "
+                f"between stages travels {_describe(expected)}: pass tensor_shape= and dtype= to "
+                f"the schedule, let the stage return that, or let shapes vary "
+                f"(config.variable_seq_lengths)"
+            )
+
+    def _exchange_headers(
+        self, batch: Batch, sends: Sequence[Payload]
+    ) -> dict[Message, tuple[TensorSpec, ...]]:
+        written = [(_write_header(payload).to(self._device),) for payload in sends]
+        empty = [
+            (torch.zeros(_HEADER_LENGTH, dtype=torch.int64, device=self._device),)
+            for _ in batch.receives
+        ]
+        operations = self._operations(dist.isend, batch.sends, written)
+        operations += self._operations(dist.irecv, batch.receives, empty, True)
+        self._wait(self._start(operations, batch), batch)
+        return {
+            message: _read_header(header)
+            for message, (header,) in zip(batch.receives, empty, strict=True)
+        }
+
+
+def _write_header(payload: Payload) -> Tensor:
+    """[_HEADER_LENGTH] int64."""
+    if len(payload) > _MAX_TENSORS or any(tensor.dim() > _MAX_DIMS for tensor in payload):
+        raise ShapeError(
+            f"a stage returned {len(payload)} tensors; at most {_MAX_TENSORS} of at most "
+            f"{_MAX_DIMS} dimensions can travel"
+        )
+    numbers = [len(payload)]
+    for tensor in payload:
+        if tensor.dtype not in _DTYPES:
+            raise ShapeError(f"a stage returned a tensor of {tensor.dtype}, which cannot travel")
+        sizes = [*tensor.shape, *[0] * (_MAX_DIMS - tensor.dim())]
+        numbers += [_DTYPES.index(tensor.dtype), tensor.dim(), *sizes]
+    return torch.tensor(numbers + [0] * (_HEADER_LENGTH - len(numbers)))
+
+
+def _read_header(header: Tensor) -> tuple[TensorSpec, ...]:
+    count, *numbers = header.tolist()
+    tensors = [numbers[i * _TENSOR_LENGTH : (i + 1) * _TENSOR_LENGTH] for i in range(count)]
+    return tuple(TensorSpec(tuple(sizes[:dims]), _DTYPES[dtype]) for dtype, dims, *sizes in tensors)
+
+
+def _describe(specs: Sequence[TensorSpec]) -> str:
+    listed = (f"{list(spec.shape)} {str(spec.dtype).removeprefix('torch.')}" for spec in specs)
+    return f"{'a tensor' if len(specs) == 1 else f'{len(specs)} tensors'}: {', '.join(listed)}"

@@ -1,11 +1,13 @@
 """Pure plans: in which order a pipeline rank runs its forwards and backwards.
 
-A plan depends on integers only. `simulate.py` proves a set of plans, `executor.py` runs one.
+Those that split the backward are in `zero_bubble.py`. A plan depends on integers only.
+`simulate.py` proves a set of plans, `executor.py` runs one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
 
 from mcore.errors import ConfigError
 from mcore.pipeline_parallel.actions import Action, Kind, Plan, backward, forward
@@ -21,12 +23,83 @@ def plan_no_pipelining(num_microbatches: int, num_chunks: int = 1) -> Plan:
     Returns:
         For each microbatch: F of all chunks in order, then B of all chunks in reverse order.
     """
-    _check(num_microbatches=num_microbatches, num_chunks=num_chunks)
+    check_sizes(num_microbatches=num_microbatches, num_chunks=num_chunks)
     plan: list[Action] = []
     for microbatch in range(num_microbatches):
         plan += [forward(chunk, microbatch) for chunk in range(num_chunks)]
         plan += [backward(chunk, microbatch) for chunk in reversed(range(num_chunks))]
     return tuple(plan)
+
+
+def plan_gpipe(pp: int, rank: int, num_microbatches: int) -> Plan:
+    """All forwards, then all backwards: simple, and all m microbatches are in flight at once.
+
+    Bubble over ideal time: (p - 1) / m, that of 1F1B.
+
+    Args:
+        pp: number of pipeline ranks p.
+        rank: this rank r; the plan is the same on all.
+        num_microbatches: m >= 1.
+
+    Returns:
+        The rank's plan; chunk is always 0.
+
+    Source: Huang et al. 2019 (arXiv:1811.06965) section 2.3.
+    """
+    check_sizes(pp=pp, num_microbatches=num_microbatches)
+    check_rank(pp, rank)
+    forwards = [forward(0, microbatch) for microbatch in range(num_microbatches)]
+    return (*forwards, *(backward(0, microbatch) for microbatch in range(num_microbatches)))
+
+
+def plan_bounded(pp: int, rank: int, num_microbatches: int, max_in_flight: int) -> Plan:
+    """1F1B that holds at most N microbatches on any rank, for less memory and a larger bubble.
+
+    With N >= p this is 1F1B. With fewer, a microbatch starts only when one of N has come all the
+    way back; ranks do whatever can be done, a backward first, in the order in which that happens if
+    a forward costs 1 and a backward 2.
+
+    Args:
+        pp: number of pipeline ranks p.
+        rank: this rank r.
+        num_microbatches: m >= 1.
+        max_in_flight: N >= 1.
+
+    Returns:
+        The rank's plan; chunk is always 0.
+    """
+    check_sizes(pp=pp, num_microbatches=num_microbatches, max_in_flight=max_in_flight)
+    check_rank(pp, rank)
+    return _bounded_plans(pp, num_microbatches, max_in_flight)[rank]
+
+
+@lru_cache(maxsize=16)
+def _bounded_plans(pp: int, num_microbatches: int, max_in_flight: int) -> tuple[Plan, ...]:
+    """Let all ranks run, and write down what they did."""
+    plans: list[list[Action]] = [[] for _ in range(pp)]
+    clocks = [0] * pp
+    forward_ends: list[list[int]] = [[] for _ in range(pp)]
+    backward_ends: list[list[int]] = [[] for _ in range(pp)]
+
+    def candidates() -> Iterator[tuple[int, int, int]]:
+        """(start, 0 for a backward and 1 for a forward, rank) of all that could be done next."""
+        for r in range(pp):
+            begun, ended = len(forward_ends[r]), len(backward_ends[r])
+            gradients = forward_ends[r] if r == pp - 1 else backward_ends[r + 1]
+            if ended < len(gradients):
+                yield max(clocks[r], gradients[ended]), 0, r
+            has_room = begun - ended < min(pp - r, max_in_flight) and begun < num_microbatches
+            if has_room and (r == 0 or begun < len(forward_ends[r - 1])):
+                arrival = 0 if r == 0 else forward_ends[r - 1][begun]
+                yield max(clocks[r], arrival), 1, r
+
+    while len(backward_ends[0]) < num_microbatches:
+        start, is_forward, r = min(candidates())
+        ends, action = (forward_ends[r], forward) if is_forward else (backward_ends[r], backward)
+        plans[r].append(action(0, len(ends)))
+        clocks[r] = start + (1 if is_forward else 2)
+        ends.append(clocks[r])
+    return tuple(map(tuple, plans))
 
 
 def plan_1f1b(pp: int, rank: int, num_microbatches: int) -> Plan:
@@ -45,8 +118,8 @@ def plan_1f1b(pp: int, rank: int, num_microbatches: int) -> Plan:
 
     Source: Narayanan et al. 2021 (arXiv:2104.04473) section 2.2.1, PipeDream-Flush.
     """
-    _check(pp=pp, num_microbatches=num_microbatches)
-    _check_rank(pp, rank)
+    check_sizes(pp=pp, num_microbatches=num_microbatches)
+    check_rank(pp, rank)
     forwards = [forward(0, microbatch) for microbatch in range(num_microbatches)]
     backwards = [backward(0, microbatch) for microbatch in range(num_microbatches)]
     return _one_forward_one_backward(forwards, backwards, warmup=pp - rank - 1)
@@ -84,8 +157,8 @@ def plan_interleaved(
     Source: Narayanan et al. 2021 (arXiv:2104.04473) section 2.2.2; order as Megatron-LM's tables.
     """
     group = pp if group is None else group
-    _check(pp=pp, num_microbatches=num_microbatches, num_chunks=num_chunks, group=group)
-    _check_rank(pp, rank)
+    check_sizes(pp=pp, num_microbatches=num_microbatches, num_chunks=num_chunks, group=group)
+    check_rank(pp, rank)
     if num_chunks == 1:
         return plan_1f1b(pp, rank, num_microbatches)
     if group < pp:
@@ -100,6 +173,14 @@ def plan_interleaved(
     backwards = [backward(num_chunks - 1 - chunk, microbatch) for microbatch, chunk in order]
     warmup = 2 * (pp - rank - 1) + (num_chunks - 1) * group
     plan = _one_forward_one_backward(forwards, backwards, warmup)
+    return first_microbatches(plan, num_microbatches)
+
+
+def first_microbatches(plan: Sequence[Action], num_microbatches: int) -> Plan:
+    """A plan for more microbatches, without the actions of those that do not exist.
+
+    A microbatch waits only for its own actions on other ranks, so that what is left still runs.
+    """
     return tuple(action for action in plan if action.microbatch < num_microbatches)
 
 
@@ -136,12 +217,14 @@ def _one_forward_one_backward(
     return tuple(plan)
 
 
-def _check(**sizes: int) -> None:
+def check_sizes(**sizes: int) -> None:
+    """Raise `ConfigError` for a size below 1, by name."""
     for name, size in sizes.items():
         if size < 1:
             raise ConfigError(f"{name} must be at least 1, got {size}")
 
 
-def _check_rank(pp: int, rank: int) -> None:
+def check_rank(pp: int, rank: int) -> None:
+    """Raise `ConfigError` for a rank that a pipeline of pp ranks does not have."""
     if not 0 <= rank < pp:
         raise ConfigError(f"rank must be one of 0 .. {pp - 1} (pipeline size {pp}), got {rank}")

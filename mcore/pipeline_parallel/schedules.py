@@ -24,15 +24,16 @@ from mcore.errors import ConfigError
 from mcore.pipeline_parallel.executor import ForwardStepFunc, PipelineExecutor
 from mcore.pipeline_parallel.hooks import ScheduleHooks
 from mcore.pipeline_parallel.p2p_communication import P2PCommunicator
-from mcore.pipeline_parallel.pipeline import ScheduleName, build_pipeline
+from mcore.pipeline_parallel.pipeline import build_pipeline
+from mcore.pipeline_parallel.schedule import Schedule, ScheduleName
 from mcore.pipeline_parallel.user_config import (
     config_of,
     default_hooks,
     microbatch_group_size,
-    stage_dtype,
-    stage_tensor_shape,
+    stage_specs,
 )
 from mcore.topology.context import ParallelContext
+from mcore.topology.placement import StagePlacement
 
 
 class ForwardBackwardFunc(Protocol):
@@ -52,8 +53,8 @@ class ForwardBackwardFunc(Protocol):
         collect_non_loss_data: bool = False,
         first_val_step: bool | None = None,
         hooks: ScheduleHooks | None = None,
-        tensor_shape: Sequence[int] | None = None,
-        dtype: torch.dtype | None = None,
+        tensor_shape: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        dtype: torch.dtype | Sequence[torch.dtype] | None = None,
     ) -> list[Any]:
         """Run all microbatches of one step on this rank; collective over the pipeline.
 
@@ -79,10 +80,11 @@ class ForwardBackwardFunc(Protocol):
                 None = every step.
             hooks: gradient synchronisation, loss scale and finalize; None = from the model's config
                 (Megatron's `no_sync_func` and the like) and from wrappers with `no_sync`.
-            tensor_shape: of the tensors between stages; None = [s/(c t), b, h] with h and sequence
-                parallelism from the model's config.
-            dtype: of the tensors between stages; None = config.pipeline_dtype or that of the
-                parameters.
+            tensor_shape: of the tensor between stages, or a list with one shape a tensor; None =
+                [s/(c t), b, h] with h and sequence parallelism from the model's config, or whatever
+                a stage returns if that config says variable_seq_lengths.
+            dtype: of the tensors between stages, or a list with one a tensor; None =
+                config.pipeline_dtype or that of the parameters.
 
         Returns:
             On the last stage one entry a microbatch: the dict of loss_func, or `(loss_sum,
@@ -99,18 +101,25 @@ class ForwardBackwardFunc(Protocol):
 
 
 def get_forward_backward_func(
-    pp_size: int | None = None, vp_size: int | None = None
+    pp_size: int | None = None, vp_size: int | None = None, *, schedule: Schedule | None = None
 ) -> ForwardBackwardFunc:
     """The schedule for a pipeline.
 
     Args:
         pp_size: pipeline size; None = that of the initialised model parallelism.
         vp_size: model chunks a rank, None for one; read from there too when pp_size is None.
+        schedule: any other schedule than Megatron's, such as `Schedule(name="zb-h1")`. One whose
+            stages are not placed as usual (zb-v) also needs `initialize_model_parallel(
+            stage_placement=schedule.placement(pp))`.
 
     Returns:
         `forward_backward_no_pipelining` for one rank, else `..._with_interleaving` where there are
         virtual stages, else `..._without_interleaving`.
     """
+    if schedule is not None:
+        return _entry_point(
+            schedule, f"forward_backward_{schedule.name}", f"Schedule {schedule.name}."
+        )
     if pp_size is None:
         ctx = parallel_state.parallel_context_or_single()
         pp_size = ctx.pp.size
@@ -122,8 +131,8 @@ def get_forward_backward_func(
     return forward_backward_pipelining_with_interleaving
 
 
-def _entry_point(schedule: ScheduleName, name: str, summary: str) -> ForwardBackwardFunc:
-    """A schedule's function, with the common signature."""
+def _entry_point(schedule: Schedule | ScheduleName, name: str, summary: str) -> ForwardBackwardFunc:
+    """A schedule's function, with the common signature; a name takes its options from the model."""
 
     def forward_backward(  # noqa: PLR0913  (Megatron's signature)
         *,
@@ -138,32 +147,26 @@ def _entry_point(schedule: ScheduleName, name: str, summary: str) -> ForwardBack
         collect_non_loss_data: bool = False,
         first_val_step: bool | None = None,
         hooks: ScheduleHooks | None = None,
-        tensor_shape: Sequence[int] | None = None,
-        dtype: torch.dtype | None = None,
+        tensor_shape: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        dtype: torch.dtype | Sequence[torch.dtype] | None = None,
     ) -> list[Any]:
         if collect_non_loss_data and not forward_only:
             raise ConfigError("collect_non_loss_data computes no loss: it needs forward_only=True")
         ctx = parallel_state.parallel_context_or_single()
-        chunks = _chunks(model, schedule, ctx)
-        config = config_of(chunks[0])
-        pipeline = build_pipeline(
-            schedule,
-            ctx.pp.size,
-            num_microbatches,
-            len(chunks),
-            microbatch_group_size(config) if schedule == "interleaved-1f1b" else None,
-            forward_only,
-        )
+        chunks = _chunks(model, ctx)
+        chosen = schedule if isinstance(schedule, Schedule) else _from_model(schedule, chunks)
+        _check_fit(chosen, chunks, ctx)
+        pipeline = build_pipeline(chosen, ctx.pp.size, num_microbatches, forward_only)
         device = next(
             (p.device for chunk in chunks for p in chunk.parameters()), torch.device("cpu")
         )
         p2p = None
         if ctx.pp.size > 1:
-            if tensor_shape is None:
-                length = seq_length if decoder_seq_length is None else decoder_seq_length
-                tensor_shape = stage_tensor_shape(config, ctx, length, micro_batch_size)
-            dtype = stage_dtype(config, chunks) if dtype is None else dtype
-            p2p = P2PCommunicator(ctx.pp, tensor_shape, dtype, device)
+            length = seq_length if decoder_seq_length is None else decoder_seq_length
+            specs = stage_specs(
+                chunks, ctx, (length, micro_batch_size), tensor_shape=tensor_shape, dtype=dtype
+            )
+            p2p = P2PCommunicator(ctx.pp, specs, device)
         return (
             PipelineExecutor(
                 rank=ctx.pp.rank,
@@ -206,12 +209,10 @@ forward_backward_pipelining_with_interleaving = _entry_point(
 )
 
 
-def _chunks(
-    model: nn.Module | Sequence[nn.Module], schedule: ScheduleName, ctx: ParallelContext
-) -> list[nn.Module]:
+def _chunks(model: nn.Module | Sequence[nn.Module], ctx: ParallelContext) -> list[nn.Module]:
     chunks = [model] if isinstance(model, nn.Module) else list(model)
     wanted = ctx.virtual_pipeline_model_parallel_size
-    if schedule == "interleaved-1f1b" and wanted is not None and len(chunks) != wanted:
+    if wanted is not None and len(chunks) != wanted:
         raise ConfigError(
             f"{len(chunks)} model chunks were given, and virtual_pipeline_model_parallel_size is "
             f"{wanted}: pass that many"
@@ -219,6 +220,34 @@ def _chunks(
     if not chunks:
         raise ConfigError("model is an empty list: pass this rank's model chunks")
     return chunks
+
+
+def _from_model(name: ScheduleName, chunks: Sequence[nn.Module]) -> Schedule:
+    """One of Megatron's schedules for these chunks."""
+    group = microbatch_group_size(config_of(chunks[0])) if name == "interleaved-1f1b" else None
+    return Schedule(name=name, num_chunks=len(chunks), group=group)
+
+
+def _check_fit(schedule: Schedule, chunks: Sequence[nn.Module], ctx: ParallelContext) -> None:
+    """Refuse a schedule for another number of chunks, or whose stages live elsewhere."""
+    if len(chunks) != schedule.num_chunks:
+        raise ConfigError(
+            f"{len(chunks)} model chunks were given, and schedule {schedule.name} runs "
+            f"{schedule.num_chunks} on a rank"
+        )
+    wanted = schedule.placement(ctx.pp.size)
+    if wanted != (ctx.stage_placement or StagePlacement.usual(ctx.pp.size, len(chunks))):
+        raise ConfigError(
+            f"schedule {schedule.name} places its stages at {wanted.locations}: pass "
+            "stage_placement=schedule.placement(pp) to initialize_model_parallel"
+        )
+    if schedule.splits_backward and any(
+        isinstance(chunk, nn.parallel.DistributedDataParallel) for chunk in chunks
+    ):
+        raise ConfigError(
+            f"schedule {schedule.name} computes weight gradients outside of the backward, where "
+            "torch's DistributedDataParallel does not see them: use mcore.distributed's"
+        )
 
 
 def _data_iterators(data_iterator: Any, num_chunks: int) -> list[Any]:

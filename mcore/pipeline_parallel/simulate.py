@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from mcore.errors import ScheduleError
-from mcore.pipeline_parallel.actions import Action, Kind, Plan
+from mcore.pipeline_parallel.actions import Action, Kind, Plan, split_backwards
 from mcore.pipeline_parallel.communication import Batch, Program, plan_communication
 from mcore.pipeline_parallel.messages import Message, check_plans, incoming, refusal
 from mcore.topology.placement import StagePlacement
@@ -35,9 +35,21 @@ class Costs:
     weight: float = 1.0
     communication: float = 0.0
 
-    def of(self, action: Action) -> float:
-        """The time of an action; a backward includes the weight gradients."""
-        return self.forward if action.kind is Kind.FORWARD else self.backward + self.weight
+    def of(self, action: Action, split: frozenset[tuple[int, int]] = frozenset()) -> float:
+        """The time of an action.
+
+        Args:
+            action: of a plan.
+            split: the plan's (chunk, microbatch) pairs whose weight gradients are an action of
+                their own (`split_backwards`); any other backward includes them.
+        """
+        if action.kind is Kind.FORWARD:
+            return self.forward
+        if action.kind is Kind.WEIGHT:
+            return self.weight
+        if (action.chunk, action.microbatch) in split:
+            return self.backward
+        return self.backward + self.weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +70,7 @@ class Simulation:
         step_time: when the last rank is done, communication included.
         ideal_time: the longest time that a rank computes.
         peak_in_flight: for each rank, the most microbatch activations (of one chunk each) that are
-            held between their forward and the end of their backward.
+            held between their forward and the end of their backward, weight gradients included.
         peak_receives: for each rank, the most receive buffers posted and not yet used.
     """
 
@@ -128,11 +140,13 @@ def peak_in_flight(plan: Plan) -> int:
     """The most activations that a plan holds at once; in an evaluation none outlives its F."""
     if all(action.kind is Kind.FORWARD for action in plan):
         return 1
+    split = split_backwards(plan)
     held = peak = 0
     for action in plan:
         held += 1 if action.kind is Kind.FORWARD else 0
         peak = max(peak, held)
-        held -= 1 if action.kind is Kind.BACKWARD else 0
+        last = Kind.WEIGHT if (action.chunk, action.microbatch) in split else Kind.BACKWARD
+        held -= 1 if action.kind is last else 0
     return peak
 
 
@@ -177,6 +191,10 @@ class _Machine:
     ) -> None:
         self.costs = costs
         self.ranks = [_Rank(program) for program in programs]
+        self.splits = [
+            split_backwards(step for step in program if isinstance(step, Action))
+            for program in programs
+        ]
         self.inputs = [
             {step: incoming(placement, rank, step) for step in program if isinstance(step, Action)}
             for rank, program in enumerate(programs)
@@ -235,7 +253,7 @@ class _Machine:
                 return False
             start = max(start, carrier.done)
             state.unused -= 1
-        state.clock = start + self.costs.of(action)
+        state.clock = start + self.costs.of(action, self.splits[rank])
         state.spans.append(Span(action, start, state.clock))
         state.computed.add(action)
         return True

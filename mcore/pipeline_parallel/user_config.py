@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from mcore.errors import ConfigError
 from mcore.pipeline_parallel.hooks import ScheduleHooks
+from mcore.pipeline_parallel.p2p_communication import TensorSpec
 from mcore.topology.context import ParallelContext
 
 
@@ -84,6 +85,42 @@ def microbatch_group_size(config: Any) -> int | None:
     """microbatch_group_size_per_vp_stage, or None for the default."""
     size: int | None = _read(config, "microbatch_group_size_per_vp_stage")
     return size
+
+
+def stage_specs(
+    chunks: Sequence[nn.Module],
+    ctx: ParallelContext,
+    sizes: tuple[int, int],
+    *,
+    tensor_shape: Sequence[int] | Sequence[Sequence[int]] | None,
+    dtype: torch.dtype | Sequence[torch.dtype] | None,
+) -> tuple[TensorSpec, ...] | None:
+    """What travels between stages; None where it varies.
+
+    Args:
+        chunks: this rank's model chunks; the first one's config is read where nothing is given.
+        ctx: for the sizes of the groups.
+        sizes: (sequence length, micro batch size).
+        tensor_shape: one shape, or one a tensor.
+        dtype: one dtype for all, or one a tensor.
+
+    Raises:
+        ConfigError: nothing says the shape or the dtype.
+    """
+    config = config_of(chunks[0])
+    if tensor_shape is None:
+        if _read(config, "variable_seq_lengths"):
+            return None
+        tensor_shape = stage_tensor_shape(config, ctx, *sizes)
+    shapes = [tuple(size) for size in tensor_shape if not isinstance(size, int)]
+    if not shapes:
+        shapes = [tuple(size for size in tensor_shape if isinstance(size, int))]
+    if dtype is None:
+        dtype = stage_dtype(config, chunks)
+    dtypes = [dtype] * len(shapes) if isinstance(dtype, torch.dtype) else list(dtype)
+    if len(dtypes) != len(shapes):
+        raise ConfigError(f"{len(dtypes)} dtypes were given for {len(shapes)} tensor shapes")
+    return tuple(TensorSpec(*pair) for pair in zip(shapes, dtypes, strict=True))
 
 
 def stage_tensor_shape(

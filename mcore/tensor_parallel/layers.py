@@ -6,6 +6,8 @@ between layers are [s/t, b, h], otherwise [s, b, h] and equal on all ranks.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -25,6 +27,7 @@ from mcore.tensor_parallel.initialization import (
     initialize_slice_,
 )
 from mcore.tensor_parallel.linear_function import (
+    WeightGradients,
     accumulates_in_main_grad,
     linear_with_grad_accumulation_and_async_allreduce,
 )
@@ -55,7 +58,17 @@ __all__ = [
 ]
 
 
-class ColumnParallelLinear(nn.Module):
+class _SplitsBackward:
+    """What lets a pipeline compute a layer's weight gradients in an action of their own."""
+
+    weight_gradients: WeightGradients
+
+    def defer_weight_gradients(self, work: list[Callable[[], None]] | None) -> None:
+        """Leave the products of coming backwards in `work`; None = compute them there again."""
+        self.weight_gradients.work = work
+
+
+class ColumnParallelLinear(_SplitsBackward, nn.Module):
     """y = x A^T + b with the output features of A dealt to the ranks: A = [A_1; ...; A_t].
 
     Args:
@@ -93,6 +106,7 @@ class ColumnParallelLinear(nn.Module):
         super().__init__()
         self.tp_group = tensor_model_parallel_group_or(tp_group)
         config = config or ModelParallelConfig()
+        self.weight_gradients = WeightGradients()
         cut = row_cut or even_rows(output_size, self.tp_group)
         self.input_size, self.output_size = input_size, output_size
         self.output_size_per_partition = cut.local
@@ -139,13 +153,14 @@ class ColumnParallelLinear(nn.Module):
             allreduce_dgrad=not self.sequence_parallel,
             sequence_parallel=self.sequence_parallel,
             tp_group=self.tp_group,
+            weight_gradients=self.weight_gradients,
         )
         if self.gather_output:
             output = gather_from_tensor_model_parallel_region(output, self.tp_group)
         return output, self.bias if self.skip_bias_add else None
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(_SplitsBackward, nn.Module):
     """y = x A^T + b with the input features of A dealt to the ranks: A = [A_1 ... A_t].
 
     Args:
@@ -178,6 +193,7 @@ class RowParallelLinear(nn.Module):
         super().__init__()
         self.tp_group = tensor_model_parallel_group_or(tp_group)
         config = config or ModelParallelConfig()
+        self.weight_gradients = WeightGradients()
         cut = even_rows(input_size, self.tp_group)
         self.input_size, self.output_size = input_size, output_size
         self.input_size_per_partition = cut.local
@@ -227,6 +243,7 @@ class RowParallelLinear(nn.Module):
             allreduce_dgrad=False,
             sequence_parallel=False,
             tp_group=self.tp_group,
+            weight_gradients=self.weight_gradients,
         )
         if self.tp_group.size == 1:
             return partial, self.bias if self.skip_bias_add else None

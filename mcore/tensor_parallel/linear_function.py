@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,6 +23,19 @@ from mcore.topology.collectives import (
 from mcore.topology.group import Group, as_group
 
 
+class WeightGradients:
+    """When a layer's weight gradients are computed: in its backward, or later by whoever asked.
+
+    Attributes:
+        work: None = in the backward; a list = each backward appends its product to it instead.
+    """
+
+    __slots__ = ("work",)
+
+    def __init__(self) -> None:
+        self.work: list[Callable[[], None]] | None = None
+
+
 class LinearWithGradAccumulationAndAsyncCommunication(Function):
     """y = x W^T + b, whose backward overlaps communication of dx with the product for dW.
 
@@ -31,10 +45,13 @@ class LinearWithGradAccumulationAndAsyncCommunication(Function):
 
     Where the data-parallel wrapper gave the weight a `main_grad`, dW is added to it by the same
     matrix product and no weight gradient is returned.
+
+    Where a pipeline puts dW off (`WeightGradients.work`), backward computes dx only and leaves a
+    function that gathers x, computes dW and accumulates it where autograd would have.
     """
 
     @staticmethod
-    def forward(
+    def forward(  # noqa: PLR0913  (autograd takes positional arguments only)
         ctx: Any,
         input_: Tensor,
         weight: Tensor,
@@ -43,6 +60,7 @@ class LinearWithGradAccumulationAndAsyncCommunication(Function):
         sequence_parallel: bool,
         allreduce_dgrad: bool,
         gradient_accumulation_fusion: bool,
+        weight_gradients: WeightGradients | None,
     ) -> Tensor:
         """Keep x (not the gathered sequence) and W, and multiply."""
         ctx.group = as_group(group)
@@ -50,6 +68,8 @@ class LinearWithGradAccumulationAndAsyncCommunication(Function):
         ctx.allreduce_dgrad = allreduce_dgrad
         # Under recomputation the saved weight comes back as a plain tensor without `main_grad`.
         ctx.main_grad = weight.main_grad if gradient_accumulation_fusion else None  # type: ignore[attr-defined]
+        ctx.weight = weight if weight_gradients is not None else None
+        ctx.weight_gradients = weight_gradients
         ctx.has_bias = bias is not None
         ctx.save_for_backward(input_, weight)
         total = all_gather_along_dim(input_, 0, ctx.group) if sequence_parallel else input_
@@ -62,6 +82,11 @@ class LinearWithGradAccumulationAndAsyncCommunication(Function):
         input_, weight = ctx.saved_tensors
         group: Group = ctx.group
         needs_input, needs_weight = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
+        if needs_weight and ctx.weight_gradients is not None:
+            work = ctx.weight_gradients.work
+            if work is not None:
+                needs_weight = False
+                work.append(_deferred(ctx, grad_output.detach(), input_.detach()))
 
         gathering: Pending | None = None
         if ctx.sequence_parallel and needs_weight:
@@ -83,7 +108,27 @@ class LinearWithGradAccumulationAndAsyncCommunication(Function):
         if ctx.has_bias and ctx.needs_input_grad[2]:
             grad_bias = grad_output.flatten(0, -2).sum(0)
         done = None if sending is None else sending.wait()
-        return done, grad_weight, grad_bias, None, None, None, None
+        return done, grad_weight, grad_bias, None, None, None, None, None
+
+
+def _deferred(ctx: Any, grad_output: Tensor, x: Tensor) -> Callable[[], None]:
+    """The product dW as a function; it holds what the product needs, not the graph."""
+    weight, main_grad, group = ctx.weight, ctx.main_grad, ctx.group
+    gathers = ctx.sequence_parallel
+
+    def product() -> None:
+        total = all_gather_along_dim(x, 0, group) if gathers else x
+        grad_weight = _weight_gradient(grad_output, total, main_grad)
+        if grad_weight is None:
+            return
+        if accumulates_in_main_grad(weight):
+            weight.main_grad.add_(grad_weight)
+        elif weight.grad is None:
+            weight.grad = grad_weight
+        else:
+            weight.grad += grad_weight
+
+    return product
 
 
 def _weight_gradient(grad_output: Tensor, x: Tensor, main_grad: Tensor | None) -> Tensor | None:
@@ -106,6 +151,8 @@ def linear_with_grad_accumulation_and_async_allreduce(
     allreduce_dgrad: bool,
     sequence_parallel: bool,
     tp_group: AnyGroup | None = None,
+    *,
+    weight_gradients: WeightGradients | None = None,
 ) -> Tensor:
     """Linear map whose input gradient is communicated while the weight gradient is computed.
 
@@ -118,6 +165,8 @@ def linear_with_grad_accumulation_and_async_allreduce(
             replicated); excludes sequence_parallel.
         sequence_parallel: gather the input along the sequence, reduce-scatter its gradient.
         tp_group: tensor-parallel group, ours by default.
+        weight_gradients: lets a pipeline put dW off; only where the weight is a parameter itself,
+            not under autocast.
 
     Returns:
         [s, b, n]; under `torch.autocast` in its dtype, as torch's own linear map.
@@ -129,6 +178,9 @@ def linear_with_grad_accumulation_and_async_allreduce(
         input, weight = _autocast(input), _autocast(weight)
         bias = None if bias is None else _autocast(bias)
         gradient_accumulation_fusion = False  # the cast weight is not the one with `main_grad`
+        weight_gradients = None
+    if not weight.is_leaf:
+        weight_gradients = None
     result: Tensor = LinearWithGradAccumulationAndAsyncCommunication.apply(
         input,
         weight,
@@ -137,6 +189,7 @@ def linear_with_grad_accumulation_and_async_allreduce(
         sequence_parallel and parallel,
         allreduce_dgrad and parallel,
         gradient_accumulation_fusion,
+        weight_gradients,
     )
     return result
 

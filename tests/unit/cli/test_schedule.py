@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import argparse
 import json
+from xml.etree import ElementTree
 
 import pytest
+from PIL import Image
 
 from mcore.cli import schedule
-from mcore.errors import ConfigError
+from mcore.errors import ConfigError, ScheduleError
 
 
 def run(capsys, *arguments):
@@ -38,6 +40,72 @@ def test_json_alone(capsys):
     assert record["timeline"][0][0] == ["F0.0", 0.0, 2.0]
 
 
-def test_sizes_that_do_not_fit(capsys):
+def test_zero_bubble(capsys):
+    sizes = ["--pp", "4", "--microbatches", "8"]
+    out = run(capsys, *sizes, "--vpp", "2", "--schedule", "zb-v")
+    assert "step time            51 (ideal 48)" in out
+    assert "bubble               5.88% of all rank-time" in out
+    assert "peak activations     8 8 8 8 " in out
+    assert run(capsys, *sizes, "--schedule", "zb-v") == out
+    record = json.loads(run(capsys, *sizes, "--schedule", "bounded", "--json"))
+    assert record["peak_activations"] == [2, 2, 2, 1]
+
+
+def test_comparison(capsys):
+    sizes = ["--pp", "4", "--microbatches", "8", "--compare"]
+    out = run(capsys, *sizes, "--cost-f", "2", "--cost-b", "2", "--cost-w", "2")
+    rows = {line.split()[0]: line.split()[1:] for line in out.splitlines()[3:] if line}
+    assert {name: float(row[1]) for name, row in rows.items()} == {
+        "gpipe": 66,
+        "1f1b": 66,
+        "interleaved-1f1b": 57,
+        "bounded": 102,
+        "zb-h1": 54,
+        "zb-v": 51,
+    }
+    assert rows["interleaved-1f1b"][4:] == ["5.5", "4.5", "3.5", "2.5"]
+    records = json.loads(run(capsys, *sizes, "--json"))
+    assert [record["schedule"] for record in records] == list(rows)
+
+
+def test_files(capsys, tmp_path):
+    good = tmp_path / "good.csv"
+    good.write_text("F0.0,F0.1,B0.0,B0.1\nF0.0,B0.0,F0.1,B0.1\n")
+    out = run(capsys, "--schedule", f"file:{good}")
+    assert "rank 0  F0.0 F0.1 .... .... B0.0 ---- .... B0.1 ----" in out
+    with pytest.raises(ConfigError, match=r"good\.csv is a schedule for 2 microbatches, and 3"):
+        run(capsys, "--schedule", f"file:{good}", "--microbatches", "3")
+    bad = tmp_path / "bad.txt"
+    bad.write_text("F0.0 B0.0 F0.1 B0.1\nF0.0 F0.1 B0.0 B0.1\n")
+    with pytest.raises(ScheduleError, match=r"rank 0, action B0\.0: deadlock"):
+        run(capsys, "--schedule", f"file:{bad}")
+
+
+@pytest.mark.parametrize("options", [["--schedule", "zb-v"], ["--compare"]])
+def test_pictures(capsys, tmp_path, options):
+    sizes = ["--pp", "4", "--microbatches", "8"]
+    for ending in ("svg", "png"):
+        picture = tmp_path / f"timeline.{ending}"
+        assert f"drawn in {picture}" in run(capsys, *sizes, *options, "--plot", str(picture))
+    root = ElementTree.parse(tmp_path / "timeline.svg").getroot()
+    boxes = root.findall("{*}rect")
+    texts = [text.text for text in root.findall("{*}text")]
+    drawn = 4 * (8 * 6 if options[0] == "--schedule" else 8 * (2 + 2 + 4 + 2 + 3 + 6))
+    assert len(boxes) > drawn
+    assert sum(text.isdigit() for text in texts) >= drawn
+    assert "rank 3" in texts
+    with Image.open(tmp_path / "timeline.png") as image:
+        assert image.width == 2 * int(root.get("width"))
+        assert len(image.getcolors(1 << 20)) > 6
+
+
+def test_what_does_not_fit(capsys, tmp_path):
+    sizes = ["--pp", "2", "--microbatches", "2"]
     with pytest.raises(ConfigError, match="use interleaved-1f1b"):
-        run(capsys, *["--pp", "2", "--microbatches", "2", "--vpp", "2", "--schedule", "1f1b"])
+        run(capsys, *sizes, "--vpp", "2", "--schedule", "1f1b")
+    with pytest.raises(ConfigError, match="use one of gpipe, 1f1b"):
+        run(capsys, *sizes, "--schedule", "magic")
+    with pytest.raises(ConfigError, match="missing: --pp, --microbatches"):
+        run(capsys)
+    with pytest.raises(ConfigError, match=r"--plot writes \.svg and \.png"):
+        run(capsys, *sizes, "--plot", str(tmp_path / "a.gif"))

@@ -14,6 +14,7 @@ from mcore.errors import ConfigError, ScheduleError, ShapeError
 from mcore.pipeline_parallel import (
     P2PCommunicator,
     ScheduleHooks,
+    TensorSpec,
     forward_backward_no_pipelining,
     hooks_from_config,
 )
@@ -122,7 +123,7 @@ class Ignores(Stage):
     """A middle stage whose output has nothing to do with its input."""
 
     def forward(self, tokens):  # noqa: ARG002
-        return self.linear(torch.ones_like(self.input))
+        return self.linear(torch.ones_like(self.input))[0]
 
 
 class Passes(Stage):
@@ -236,11 +237,11 @@ def test_sum_and_mean_do_not_mix():
         run([Stage(0, 1)], 2, forward_step_func=forward_step)
 
 
-def test_what_travels_must_be_one_tensor():
+def test_what_travels_must_be_tensors():
     def forward_step(iterator, model):
-        return [model(next(iterator)[0])], lambda out: (out.sum(), {})
+        return {"x": model(next(iterator)[0])}, lambda out: (out.sum(), {})
 
-    with pytest.raises(ScheduleError, match=r"chunk 0 on pipeline rank 0 returned list"):
+    with pytest.raises(ScheduleError, match=r"chunk 0 on pipeline rank 0 returned dict"):
         run([Stage(0, 2), Stage(1, 2)], 1, forward_step_func=forward_step)
 
 
@@ -287,10 +288,11 @@ def test_each_chunk_needs_its_own_iterator():
 
 @pytest.mark.parametrize("wrong", [torch.zeros(3, 2, 4), torch.zeros(3, 2, 5, dtype=torch.float64)])
 def test_a_tensor_of_another_shape_or_dtype_is_not_sent(wrong):
-    p2p = P2PCommunicator(Group.single("pp"), (3, 2, 4), torch.float64, torch.device("cpu"))
+    specs = [TensorSpec((3, 2, 4), torch.float64)]
+    p2p = P2PCommunicator(Group.single("pp"), specs, torch.device("cpu"))
     message = Message(parse_action("F0.0"), 0, parse_action("F0.0"), 1)
-    with pytest.raises(ShapeError, match=r"travel tensors of shape \[3, 2, 4\] and torch\.float64"):
-        p2p.post(Batch(sends=(message,)), {message: wrong})
+    with pytest.raises(ShapeError, match=r"between stages travels a tensor: \[3, 2, 4\] float64"):
+        p2p.post(Batch(sends=(message,)), {message: (wrong,)})
 
 
 def test_megatrons_callables_become_hooks():

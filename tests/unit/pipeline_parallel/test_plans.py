@@ -12,10 +12,13 @@ from mcore.pipeline_parallel.actions import Kind, format_plan
 from mcore.pipeline_parallel.plans import (
     interleaved_order,
     plan_1f1b,
+    plan_bounded,
+    plan_gpipe,
     plan_interleaved,
     plan_no_pipelining,
 )
-from mcore.pipeline_parallel.simulate import simulate
+from mcore.pipeline_parallel.simulate import Costs, simulate
+from mcore.pipeline_parallel.zero_bubble import plan_zb_h1, plan_zb_v
 from mcore.topology.placement import StagePlacement
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "pipeline" / "interleaved.json"
@@ -95,6 +98,54 @@ def test_every_size_is_proved():
                     # Never slower than with the remainder filled up to a whole round.
                     full = -(-m // pp) * pp
                     assert result.step_time <= 3 * (full * v + pp - 1)
+
+
+def times(plans, placement, **costs):
+    result = simulate(plans, placement, Costs(**costs))
+    return result.step_time, result.peak_in_flight
+
+
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_sizes_of_the_other_schedules_are_proved(every):
+    """pp <= 8, m <= 16 against closed forms at f = b = w = 1."""
+    for pp in range(1, 9):
+        usual, v = StagePlacement.usual(pp), StagePlacement.v(pp)
+        for m in range(1, 17) if every else {1, pp - 1 or 2, pp, pp + 1, min(16, 2 * pp - 1)}:
+            time, peaks = times([plan_gpipe(pp, rank, m) for rank in range(pp)], usual)
+            assert (time, set(peaks)) == (3 * (m + pp - 1), {m})
+            for most in (1, 2, pp):
+                plans = [plan_bounded(pp, rank, m, most) for rank in range(pp)]
+                time, peaks = times(plans, usual)
+                assert peaks == tuple(min(pp - rank, m, most) for rank in range(pp))
+                if most == 1:
+                    assert time == 3 * pp * m
+                elif most == pp:
+                    assert plans == [plan_1f1b(pp, rank, m) for rank in range(pp)]
+            time, peaks = times([plan_zb_h1(pp, rank, m) for rank in range(pp)], usual)
+            assert time == max(3 * m + pp - 1, 2 * (m + pp) - 1)
+            assert max(peaks) <= min(pp, m)
+            time, peaks = times([plan_zb_v(pp, rank, m) for rank in range(pp)], v)
+            assert time == max(6 * m + pp - 1, 4 * (m + pp) - 2)
+            assert max(peaks) <= 2 * min(pp, m)
+
+
+def test_zero_bubble_written_out():
+    # Figure 3 of Qi et al. 2023 (4 devices, 8 microbatches), devices 1 and 4.
+    first = format_plan(plan_zb_h1(4, 0, 8))
+    assert first.startswith("F0.0 F0.1 F0.2 F0.3 B0.0 W0.0 F0.4 B0.1 W0.1 F0.5 B0.2 W0.2")
+    last = format_plan(plan_zb_h1(4, 3, 8))
+    assert last.startswith("F0.0 B0.0 F0.1 B0.1 F0.2 B0.2 F0.3 B0.3 W0.0 F0.4 B0.4 W0.1")
+    assert last.endswith("F0.7 B0.7 W0.4 W0.5 W0.6 W0.7")
+    turn = format_plan(plan_zb_v(4, 3, 8))
+    assert turn.startswith("F0.0 F1.0 F0.1 F1.1 F0.2 F1.2 F0.3 F1.3 B1.0 W1.0 F0.4 B0.0 W0.0")
+
+
+def test_ranks_of_zb_v_wait_only_before_their_first_and_after_their_last_action():
+    for pp in (2, 4, 8):
+        plans = [plan_zb_v(pp, rank, 2 * pp + 3) for rank in range(pp)]
+        for spans in simulate(plans, StagePlacement.v(pp), Costs()).spans:
+            gaps = [b.start - a.end for a, b in zip(spans, spans[1:], strict=False)]
+            assert max(gaps) == 0
 
 
 @pytest.mark.parametrize("group", [4, 5, 6, 9])

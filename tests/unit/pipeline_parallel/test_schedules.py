@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from mcore.pipeline_parallel import (
+    Schedule,
+    default_schedule,
     forward_backward_no_pipelining,
     forward_backward_pipelining_with_interleaving,
     forward_backward_pipelining_without_interleaving,
@@ -16,13 +18,30 @@ from tests.unit.pipeline_parallel.tiny_stages import peak_of_saved_tensors, refe
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("pp", "v"), [(2, 1), (2, 2), (2, 3), (4, 1), (4, 2)])
-def test_every_microbatch_count_equals_one_process(pp, v):
-    counts = range(1, 2 * pp + 2)
+@pytest.mark.parametrize(
+    ("pp", "schedule"),
+    [
+        (2, default_schedule(2, 1)),
+        (2, default_schedule(2, 2)),
+        (2, default_schedule(2, 3)),
+        (4, default_schedule(4, 1)),
+        (4, default_schedule(4, 2)),
+        (4, Schedule(name="gpipe")),
+        (4, Schedule(name="bounded", max_in_flight=2)),
+        (2, Schedule(name="zb-h1")),
+        (4, Schedule(name="zb-h1")),
+        (2, Schedule(name="zb-v", num_chunks=2)),
+        (4, Schedule(name="zb-v", num_chunks=2)),
+    ],
+    ids=lambda value: f"{value.name}-v{value.num_chunks}" if isinstance(value, Schedule) else value,
+)
+def test_every_microbatch_count_equals_one_process(pp, schedule):
+    counts, v = range(1, 2 * pp + 2), schedule.num_chunks
     cases = [(m, "sum", False) for m in counts]
     cases += [(3, "mean", False), (pp, "mean", False), (3, "pair", False)]
     cases += [(1, "sum", True), (pp + 1, "sum", True), (2 * pp, "mean", True)]
-    by_rank = run_distributed(run_schedule, pp, pp, v, cases, timeout=90)
+    loss_rank = schedule.placement(pp).last_rank
+    by_rank = run_distributed(run_schedule, pp, pp, schedule, cases, timeout=90)
     for index, (m, form, forward_only) in enumerate(cases):
         wanted, losses, count = reference(pp * v, m, form)
         results = [results[index] for results in by_rank]
@@ -32,21 +51,30 @@ def test_every_microbatch_count_equals_one_process(pp, v):
             torch.testing.assert_close(
                 got[stage], {} if forward_only else grads, rtol=1e-12, atol=1e-12
             )
-        assert [records for _, records, _ in results[:-1]] == [[]] * (pp - 1)
-        torch.testing.assert_close(results[-1][1], losses, rtol=1e-12, atol=1e-12)
-        if not forward_only:
-            total = 1.0 if form == "mean" else float(count)
-            assert [tokens for _, _, tokens in results] == [0.0] * (pp - 1) + [total]
+        torch.testing.assert_close(results[loss_rank][1], losses, rtol=1e-12, atol=1e-12)
+        total = 1.0 if form == "mean" else float(count)
+        for rank, (_, records, tokens) in enumerate(results):
+            assert rank == loss_rank or records == []
+            assert forward_only or tokens == (total if rank == loss_rank else 0.0)
 
 
 @pytest.mark.dist
-def test_memory_is_that_of_the_microbatches_in_flight():
+@pytest.mark.parametrize(
+    ("schedule", "in_flight"),
+    [
+        (Schedule(name="1f1b"), lambda rank, m: min(4 - rank, m)),
+        (Schedule(name="gpipe"), lambda rank, m: m),  # noqa: ARG005
+        (Schedule(name="bounded", max_in_flight=2), lambda rank, m: min(4 - rank, 2, m)),
+    ],
+    ids=["1f1b", "gpipe", "bounded"],
+)
+def test_memory_is_that_of_the_microbatches_in_flight(schedule, in_flight):
     counts = [1, 4, 8, 12]
-    by_rank = run_distributed(peak_of_saved_tensors, 4, 4, counts, timeout=60)
+    by_rank = run_distributed(peak_of_saved_tensors, 4, 4, schedule, counts, timeout=60)
     for rank, peaks in enumerate(by_rank):
         one = peaks[0][0]
         assert one > 0
-        assert [saved for saved, _ in peaks] == [one * min(4 - rank, m) for m in counts]
+        assert [saved for saved, _ in peaks] == [one * in_flight(rank, m) for m in counts]
         assert [outputs for _, outputs in peaks] == [0] * len(counts)
 
 

@@ -198,3 +198,25 @@ def test_table():
         "rank 0  F0.0 F0.1 .... .... B0.0 ---- .... B0.1 ----\n"
         "rank 1  .... F0.0 B0.0 ---- F0.1 B0.1 ---- .... ...."
     )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("F0.0 W0.0 B0.0\nF0.0 B0.0", r"rank 0, action W0\.0: it comes before its own backward"),
+        ("F0.0 B0.0 W0.0 W0.0\nF0.0 B0.0", r"rank 0, action W0\.0: it is planned 2 times"),
+        ("F0.0 B0.0 W1.0\nF0.0 B0.0", r"rank 0, action W1\.0: it comes before its own backward"),
+        ("F0.0 W0.0\nF0.0", r"rank 0, action W0\.0: it comes before its own backward"),
+    ],
+)
+def test_misplaced_weight_gradients_are_refused(text, message):
+    with pytest.raises(ScheduleError, match=message):
+        simulate(parse_plans(text), TWO)
+
+
+def test_only_a_backward_with_a_w_of_its_own_is_short():
+    plans = parse_plans("F0.0 F0.1 B0.0 W0.0 B0.1\nF0.0 B0.0 F0.1 B0.1 W0.0")
+    result = simulate(plans, TWO, Costs(forward=1, backward=2, weight=4))
+    spans = {str(span.action): span.end - span.start for span in result.spans[0]}
+    assert spans == {"F0.0": 1, "F0.1": 1, "B0.0": 2, "W0.0": 4, "B0.1": 6}
+    assert result.peak_in_flight == (2, 2)  # rank 1 holds microbatch 0 until W0.0

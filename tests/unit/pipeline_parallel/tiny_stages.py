@@ -12,23 +12,35 @@ import torch
 from torch import Tensor, nn
 
 from mcore import parallel_state
+from mcore.config.parallel import ModelParallelConfig
 from mcore.pipeline_parallel import (
+    Schedule,
     ScheduleHooks,
-    StagePlacement,
+    default_schedule,
     get_forward_backward_func,
 )
+from mcore.tensor_parallel import ColumnParallelLinear
+from mcore.topology.group import Group
 
 SEQ, BATCH, HIDDEN, VOCAB = 3, 2, 4, 7
 SHAPE = (SEQ, BATCH, HIDDEN)
 
 
 class Stage(nn.Module):
-    """Residual tanh layer; the first stage embeds, the last computes one loss a token."""
+    """Residual tanh layer; the first stage embeds, the last computes one loss a token.
+
+    The linear map is ours, so that its weight gradient can be put off; the head is torch's.
+    """
 
     def __init__(self, stage: int, num_stages: int) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(stage)
-        self.linear = nn.Linear(HIDDEN, HIDDEN, dtype=torch.float64)
+        self.linear = ColumnParallelLinear(
+            HIDDEN,
+            HIDDEN,
+            config=ModelParallelConfig(params_dtype=torch.float64),
+            tp_group=Group.single("tp"),
+        )
         self.embedding = nn.Embedding(VOCAB, HIDDEN, dtype=torch.float64) if stage == 0 else None
         is_last = stage == num_stages - 1
         self.head = nn.Linear(HIDDEN, 1, dtype=torch.float64) if is_last else None
@@ -46,7 +58,7 @@ class Stage(nn.Module):
         else:
             assert self.input is not None
             x = self.input
-        x = x + torch.tanh(self.linear(x))
+        x = x + torch.tanh(self.linear(x)[0])
         return x if self.head is None else self.head(x).squeeze(-1).square()
 
 
@@ -150,16 +162,20 @@ def loss_of(record: Any) -> Tensor:
     return record["lm loss"] if isinstance(record, dict) else record[0]
 
 
-def run_schedule(pp: int, v: int, cases: list[tuple[int, str, bool]]) -> list[Any]:
+def run_schedule(pp: int, schedule: Schedule, cases: list[tuple[int, str, bool]]) -> list[Any]:
     """For each (m, loss form, forward_only): this rank's gradients by stage, losses and tokens."""
-    ctx = parallel_state.initialize_model_parallel(1, pp, v if v > 1 else None)
+    v, placement = schedule.num_chunks, schedule.placement(pp)
+    ctx = parallel_state.initialize_model_parallel(
+        1, pp, v if v > 1 else None, stage_placement=placement
+    )
     rank = ctx.pp.rank
-    placement = StagePlacement.usual(pp, v)
+    is_default = schedule == default_schedule(pp, v)
     results = []
     for m, form, forward_only in cases:
         chunks = [Stage(placement.stage(rank, chunk), pp * v) for chunk in range(v)]
         recorder = Recorder()
-        records = get_forward_backward_func()(
+        run = get_forward_backward_func(schedule=None if is_default else schedule)
+        records = run(
             forward_step_func=forward_step_with(form, random.Random(rank)),
             data_iterator=[iter([microbatch(i) for i in range(m)]) for _ in range(v)],
             model=chunks,
@@ -176,13 +192,13 @@ def run_schedule(pp: int, v: int, cases: list[tuple[int, str, bool]]) -> list[An
     return results
 
 
-def peak_of_saved_tensors(pp: int, counts: list[int]) -> list[tuple[int, int]]:
+def peak_of_saved_tensors(pp: int, schedule: Schedule, counts: list[int]) -> list[tuple[int, int]]:
     """On one of pp ranks, for each m: the most tensors saved for backward, and outputs kept."""
     ctx = parallel_state.initialize_model_parallel(1, pp)
-    return [_peaks(ctx.pp.rank, pp, m) for m in counts]
+    return [_peaks(ctx.pp.rank, pp, schedule, m) for m in counts]
 
 
-def _peaks(rank: int, pp: int, m: int) -> tuple[int, int]:
+def _peaks(rank: int, pp: int, schedule: Schedule, m: int) -> tuple[int, int]:
     live: weakref.WeakSet[Any] = weakref.WeakSet()
     outputs: list[weakref.ref[Tensor]] = []
     peaks = [0, 0]
@@ -205,7 +221,7 @@ def _peaks(rank: int, pp: int, m: int) -> tuple[int, int]:
         return output, lambda losses: sum_loss(losses, mask)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda box: box.tensor):
-        get_forward_backward_func()(
+        get_forward_backward_func(schedule=schedule)(
             forward_step_func=forward_step,
             data_iterator=iter([microbatch(i) for i in range(m)]),
             model=Stage(rank, pp),
