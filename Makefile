@@ -17,8 +17,9 @@ $(STAMP): constraints.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' || \
 		{ echo "mcore is tested on Python 3.10 to 3.12; this is $$($(PYTHON) --version)" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet -c constraints.txt setuptools wheel
-	$(BIN)/python -m pip install --quiet --no-build-isolation -c constraints.txt -e '.[dev]'
+	@echo "installing the packages of constraints.txt into .venv (a minute or two)"
+	$(BIN)/python -m pip install -qq -c constraints.txt setuptools wheel
+	$(BIN)/python -m pip install -qq --no-build-isolation -c constraints.txt -e '.[dev]'
 	@touch $@
 
 demo: env ## from text to a trained, resumed, generating GPT: about 5 minutes on 2 cores
@@ -52,7 +53,7 @@ test-gpu: env ## what needs CUDA
 	$(RUN_TESTS) -m gpu
 
 bench-cpu: env ## tokens per second; see benchmarks/README.md
-	$(BIN)/python -m benchmarks.run
+	$(BIN)/python -m benchmarks.training.run
 
 # make schedule P=4 M=8 V=2
 P ?= 4
