@@ -6,7 +6,7 @@ command line are reported together, before any process group exists.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from mcore.config.run import RunConfig
 from mcore.errors import ConfigError, TopologyError
@@ -251,7 +251,11 @@ CHECKS: tuple[Check, ...] = (
 
 def check(config: RunConfig, world_size: int) -> None:
     """Raise one `ConfigError` that lists everything wrong with a configuration."""
-    problems = [problem for rule in CHECKS if (problem := rule(config, world_size)) is not None]
+    refuse([problem for rule in CHECKS if (problem := rule(config, world_size)) is not None])
+
+
+def refuse(problems: Sequence[str]) -> None:
+    """Raise one `ConfigError` that lists the problems, if there are any."""
     if len(problems) == 1:
         raise ConfigError(problems[0])
     if problems:

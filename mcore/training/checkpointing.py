@@ -93,10 +93,6 @@ def check_directories(config: RunConfig) -> bool:
             _refuse_foreign_save(options.save)
         return True
     if continues and not options.exit_on_missing_checkpoint and options.ckpt_step is None:
-        get_logger().warning(
-            "THE RUN STARTS NEW: --load %s is the --save directory and holds no checkpoint yet",
-            options.load,
-        )
         return False
     raise CheckpointError(
         f"--load {options.load} holds no checkpoint; correct the path, or give the same directory "

@@ -28,7 +28,8 @@ from mcore.training.setup import (
 )
 from mcore.training.step import StepFunctions
 
-#: Rank 0 prints what is wrong with a command line; the others give it this long to do so.
+#: What is wrong is mostly seen by all ranks. Rank 0 says it once and the launcher then ends the
+#: others, which wait this long before they speak for themselves.
 _OTHERS_WAIT_SECONDS = 3.0
 
 
@@ -66,6 +67,7 @@ def pretrain(
     """
     launch = Launch(0, 1, 0)
     try:
+        launch = read_launch()
         arguments = parse(sys.argv[1:] if argv is None else argv, extra_args_provider)
         launch = read_launch(arguments.get("runtime", "local_rank"))
         prepared = prepare(arguments, launch)
@@ -74,6 +76,8 @@ def pretrain(
     try:
         run(prepared, launch, Providers(datasets_provider, model_provider, forward_step))
     except McoreError as error:
+        if launch.rank > 0:
+            time.sleep(_OTHERS_WAIT_SECONDS)
         report_error(f"rank {launch.rank}: {error}")
         leave_now(1)
 
@@ -124,6 +128,11 @@ def run(prepared: Prepared, launch: Launch, providers: Providers) -> TrainState:
     runtime = initialize(config, launch)
     for note in prepared.notes:
         get_logger().info("note: %s", note)
+    if runtime.is_writer and config.checkpoint.load is not None and not prepared.loads:
+        get_logger().warning(
+            "THE RUN STARTS NEW: --load %s is the --save directory and holds no checkpoint yet",
+            config.checkpoint.load,
+        )
     if config.model.sequence_parallel and config.model.tensor_model_parallel_size == 1:
         warn_ignored("--sequence-parallel", "the tensor-parallel size is 1")
     tokenizer = build_tokenizer(config.tokenizer)

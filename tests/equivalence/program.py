@@ -14,7 +14,7 @@ import random
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -76,32 +76,42 @@ def layout_id(value: Any) -> str | None:
     return str(value) if isinstance(value, Layout) else None
 
 
-def train(flags: Sequence[str], layout: Layout = SINGLE, *, records: Path | None = None) -> Records:
+def train(
+    flags: Sequence[str],
+    layout: Layout = SINGLE,
+    *,
+    records: Path | None = None,
+    dtype: torch.dtype | None = None,
+) -> Records:
     """Run a command line at a layout and return what it recorded.
 
     Args:
         flags: words of the command line, without those of the layout and the record file.
         layout: how to run it.
         records: the record file, where a test goes on with it.
+        dtype: type of the parameters, where no flag reaches it (float64).
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "records.jsonl") if records is None else records
-        train_and_inspect([*flags, "--metrics-jsonl", str(path)], layout, None)
+        train_and_inspect([*flags, "--metrics-jsonl", str(path)], layout, dtype=dtype)
         return read_records(path)
 
 
 def train_and_inspect(
-    flags: Sequence[str], layout: Layout = SINGLE, inspect: Inspect | None = None
+    flags: Sequence[str],
+    layout: Layout = SINGLE,
+    inspect: Inspect | None = None,
+    *,
+    dtype: torch.dtype | None = None,
 ) -> list[Any]:
     """Run a command line at a layout and return what `inspect` says on every rank."""
     words = [*flags, *layout.flags, "--device", "cpu"]
+    work = (words, inspect, dtype)
     if layout.world_size > 1:
-        return run_distributed(
-            _run_here, layout.world_size, words, inspect, timeout=TIMEOUT_SECONDS
-        )
+        return run_distributed(_run_here, layout.world_size, *work, timeout=TIMEOUT_SECONDS)
     if "RANK" in os.environ:
         pytest.skip("a run of one process, and torchrun has started several")
-    return [_run_here(words, inspect)]
+    return [_run_here(*work)]
 
 
 def read_records(path: Path) -> Records:
@@ -128,12 +138,16 @@ def largest_relative_difference(first: Records, second: Records, name: str = "gr
     return max(abs(a - b) / abs(b) for a, b in pairs)
 
 
-def _run_here(words: list[str], inspect: Inspect | None) -> Any:
+def _run_here(words: list[str], inspect: Inspect | None, dtype: torch.dtype | None) -> Any:
     launch = Launch(0, 1, 0)
     if dist.is_initialized():
         launch = Launch(dist.get_rank(), dist.get_world_size(), dist.get_rank())
     with _no_traces():
-        state = run(prepare(parse(words), launch), launch, PROVIDERS)
+        prepared = prepare(parse(words), launch)
+        if dtype is not None:
+            model = replace(prepared.config.model, params_dtype=dtype)
+            prepared = replace(prepared, config=replace(prepared.config, model=model))
+        state = run(prepared, launch, PROVIDERS)
         return None if inspect is None else inspect(state)
 
 

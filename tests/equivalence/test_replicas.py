@@ -1,0 +1,90 @@
+"""All copies of a logically single number stay bit-identical over a run.
+
+Every rank reports which rows of which global parameter it holds; wherever two ranks hold the same
+row, it must be the same bits: data-parallel copies, norms and row-parallel biases over tensor
+ranks, replicated key and value heads, the tied embedding on the first and the last stage.
+"""
+
+import pytest
+import torch
+
+from mcore.topology.param_sharding import global_named_parameters, sharding_of
+from tests.equivalence.program import Layout, layout_id, train_and_inspect
+from tests.equivalence.tiny import command
+
+OPTIONS = {
+    "gpt": "--hidden-dropout 0.1 --attention-dropout 0.1",
+    "multi-query": "--group-query-attention --num-query-groups 1 --qk-layernorm --swiglu "
+    "--ffn-hidden-size 48 --position-embedding-type rope",
+    "bf16": "--bf16 --overlap-grad-reduce --ddp-num-buckets 3",
+}
+
+
+def held_rows(state):
+    """(parameter, place of the first row) -> rows, of every piece that this rank holds."""
+    rows = {}
+    for chunk in state.chunks:
+        for name, param in global_named_parameters(chunk.module):
+            for piece, view in sharding_of(param, chunk.context.tp).views(param.detach()):
+                rows[name, piece.global_start, piece.length] = view.clone()
+    for name, param, tensors in state.optimizer.named_states():
+        sharding = sharding_of(param, state.optimizer.context.tp)
+        for kind, tensor in tensors.items():
+            for piece, view in sharding.views(tensor):
+                rows[f"{kind} of {name}", piece.global_start, piece.length] = view.clone()
+    return rows
+
+
+def copies(ranks):
+    """Number of copies of every piece; all of them have to be equal."""
+    first, counts = {}, {}
+    for rank, rows in enumerate(ranks):
+        for key, tensor in rows.items():
+            original = first.setdefault(key, tensor)
+            assert torch.equal(tensor, original), f"{key} on rank {rank}"
+            counts[key] = counts.get(key, 0) + 1
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("variant", "layout"),
+    [
+        ("gpt", Layout(tp=2, pp=2, sp=True)),
+        ("gpt", Layout(pp=2, dp=2)),
+        ("multi-query", Layout(tp=4, sp=True)),
+        ("bf16", Layout(tp=2, dp=2, sp=True)),
+        pytest.param("bf16", Layout(tp=2, pp=2, dp=2, sp=True), marks=pytest.mark.full),
+        pytest.param("multi-query", Layout(tp=2, pp=2, dp=2), marks=pytest.mark.full),
+    ],
+    ids=layout_id,
+)
+def test_copies_are_bit_identical_after_20_steps(corpus, variant, layout):
+    words = command(corpus, 20, OPTIONS[variant])
+    counts = copies(train_and_inspect(words, layout, held_rows))
+    for name, wanted in wanted_copies(variant, layout).items():
+        held = {count for key, count in counts.items() if key[0] == name}
+        assert held == {wanted}, name
+
+
+def wanted_copies(variant, layout):
+    """Some parameters and how many ranks hold each of their rows, so that nothing is compared with
+    itself only."""
+    tp, dp = layout.tp, layout.dp
+    wanted = {
+        "decoder.layers.0.input_layernorm.weight": tp * dp,
+        "exp_avg of decoder.layers.3.mlp.linear_fc2.bias": tp * dp,
+        "decoder.layers.3.mlp.linear_fc1.weight": dp,
+    }
+    # The table is cut over tp; its copy on the last stage makes twice as many holders.
+    wanted["embedding.word_embeddings.weight"] = dp * (2 if layout.pp > 1 else 1)
+    if variant == "bf16":
+        wanted["main_param of decoder.final_layernorm.weight"] = tp * dp
+    return wanted
+
+
+def test_replicated_key_and_value_heads_are_compared(corpus):
+    """One query group at tp 4: the rows of its key and value are on all four ranks."""
+    words = command(corpus, 2, OPTIONS["multi-query"])
+    counts = copies(train_and_inspect(words, Layout(tp=4), held_rows))
+    name = "decoder.layers.2.self_attention.linear_qkv.weight"
+    assert sorted(count for key, count in counts.items() if key[0] == name) == [1, 1, 1, 1, 4]
