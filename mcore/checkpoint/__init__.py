@@ -1,9 +1,16 @@
 """Checkpoints that every layout can save and any other can load. See docs/checkpoint_format.md."""
 
-from mcore.checkpoint.commit import complete_iterations, find_checkpoint, latest_iteration
+from mcore.checkpoint.canonical import Difference, differences, dump
+from mcore.checkpoint.commit import (
+    complete_iterations,
+    find_checkpoint,
+    latest_iteration,
+    unfinished_iterations,
+)
 from mcore.checkpoint.loader import LoadResult, load
 from mcore.checkpoint.rank_local import RankLocal
 from mcore.checkpoint.reader import CheckpointReader, read_common, read_tensors
+from mcore.checkpoint.retention import Retention
 from mcore.checkpoint.saver import save
 from mcore.checkpoint.sharded_tensor import (
     Rectangle,
@@ -11,20 +18,28 @@ from mcore.checkpoint.sharded_tensor import (
     sharded_parameter,
     whole_tensor,
 )
+from mcore.checkpoint.verify import leftovers, verify
 
 __all__ = [
     "CheckpointReader",
+    "Difference",
     "LoadResult",
     "RankLocal",
     "Rectangle",
+    "Retention",
     "ShardedTensor",
     "complete_iterations",
+    "differences",
+    "dump",
     "find_checkpoint",
     "latest_iteration",
+    "leftovers",
     "load",
     "read_common",
     "read_tensors",
     "save",
     "sharded_parameter",
+    "unfinished_iterations",
+    "verify",
     "whole_tensor",
 ]

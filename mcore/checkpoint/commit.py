@@ -36,6 +36,19 @@ def complete_iterations(root: str | os.PathLike[str]) -> list[int]:
     return sorted(found)
 
 
+def unfinished_iterations(root: str | os.PathLike[str]) -> list[int]:
+    """Iterations of a save root whose saving died or is still under way, ascending."""
+    if not Path(root).is_dir():
+        return []
+    return sorted(
+        int(match.group(1))
+        for entry in Path(root).iterdir()
+        if (match := _ITERATION.fullmatch(entry.name))
+        and entry.is_dir()
+        and not (entry / METADATA_NAME).is_file()
+    )
+
+
 def latest_iteration(root: str | os.PathLike[str]) -> int | None:
     """The iteration that the pointer file names; None where there is no pointer file.
 

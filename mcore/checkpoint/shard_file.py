@@ -13,7 +13,7 @@ import math
 import os
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -54,12 +54,15 @@ class ShardItem:
         return math.prod(self.sizes) * self.dtype.itemsize
 
 
-def write_shard(path: Path, items: Sequence[ShardItem]) -> tuple[FileRecord, list[ChunkRecord]]:
+def write_shard(
+    path: Path, items: Sequence[ShardItem], remarks: Mapping[str, str] | None = None
+) -> tuple[FileRecord, list[ChunkRecord]]:
     """Write a new file and make it durable.
 
     Args:
         path: must not exist.
         items: boxes, in the order of the file; wide types first keep all of them aligned.
+        remarks: further members of the header's `__metadata__`.
 
     Returns:
         The record of the file and those of its boxes, in the order of `items`.
@@ -68,14 +71,15 @@ def write_shard(path: Path, items: Sequence[ShardItem]) -> tuple[FileRecord, lis
         OSError: the disk is full, or the like; the unfinished file is deleted.
     """
     try:
-        return _write(path, items)
+        return _write(path, items, _header(items, remarks or {}))
     except BaseException:
         path.unlink(missing_ok=True)
         raise
 
 
-def _write(path: Path, items: Sequence[ShardItem]) -> tuple[FileRecord, list[ChunkRecord]]:
-    header = _header(items)
+def _write(
+    path: Path, items: Sequence[ShardItem], header: bytes
+) -> tuple[FileRecord, list[ChunkRecord]]:
     digest = hashlib.sha256(header)
     sums: deque[Future[int]] = deque()
     checksums: list[int] = []
@@ -114,8 +118,8 @@ def _write(path: Path, items: Sequence[ShardItem]) -> tuple[FileRecord, list[Chu
     return FileRecord(start, digest.hexdigest()), records
 
 
-def _header(items: Iterable[ShardItem]) -> bytes:
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+def _header(items: Iterable[ShardItem], remarks: Mapping[str, str]) -> bytes:
+    entries: dict[str, object] = {"__metadata__": {"format": "pt", **remarks}}
     position = 0
     for item in items:
         assert item.name not in entries
