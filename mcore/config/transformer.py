@@ -6,11 +6,16 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
 from mcore.config.fields import choose, flag
 from mcore.config.parallel import ModelParallelConfig
 from mcore.errors import ConfigError
 
 Normalization = Literal["LayerNorm", "RMSNorm"]
+
+#: Parts of a layer that can be recomputed by themselves.
+RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,14 +83,34 @@ class TransformerConfig(ModelParallelConfig):
         help="Standard deviation of initial weights; divided by sqrt(2 x layers) where a layer "
         "writes to the residual stream.",
     )
+    fp32_residual_connection: bool = flag(
+        False, help="Keep the residual stream between layers in float32 in a low-precision model."
+    )
+    recompute_granularity: Literal["full", "selective"] | None = flag(
+        None,
+        help="Recompute activations in backward rather than keep them: of whole layers, or of "
+        "--recompute-modules.",
+    )
+    recompute_method: Literal["uniform", "block"] | None = flag(
+        None,
+        help="With full recomputation: uniform = groups of --recompute-num-layers layers keep "
+        "their first input; block = the first --recompute-num-layers layers of a stage.",
+    )
     recompute_num_layers: int | None = flag(
-        None, help="Layers in each recomputed group, with full recomputation."
+        None, help="Layers in each recomputed group (uniform) or recomputed at all (block)."
     )
-    recompute_granularity: Literal["full"] | None = flag(
-        None, help="Recompute activations in backward rather than keep them."
+    recompute_modules: tuple[str, ...] = flag(
+        ("core_attn",),
+        metavar="NAME",
+        help="With selective recomputation, what is recomputed: core_attn, mlp, layernorm.",
     )
-    recompute_method: Literal["uniform"] | None = flag(
-        None, help="Which layers are recomputed: uniform groups of --recompute-num-layers."
+    distribute_saved_activations: bool = flag(
+        False,
+        help="Keep 1/t of each recomputed group's input on each tensor-parallel rank; with full "
+        "recomputation, without --sequence-parallel (which does so anyway).",
+    )
+    cpu_offloading_num_layers: int = flag(
+        0, help="Layers of a stage, from the first, whose activations wait in host memory (CUDA)."
     )
 
     def __post_init__(self) -> None:
@@ -136,16 +161,46 @@ class TransformerConfig(ModelParallelConfig):
             )
 
     def _check_recompute(self) -> None:
-        if self.recompute_granularity is None:
-            if self.recompute_method is not None or self.recompute_num_layers is not None:
+        granularity = self.recompute_granularity
+        if granularity == "full":
+            if self.recompute_method is None or not self.recompute_num_layers:
                 raise ConfigError(
-                    "recompute_method and recompute_num_layers need recompute_granularity full"
+                    "recompute_granularity full needs recompute_method uniform or block, and "
+                    "recompute_num_layers of at least 1"
                 )
-        elif self.recompute_method is None or not self.recompute_num_layers:
+        elif self.recompute_method is not None or self.recompute_num_layers is not None:
             raise ConfigError(
-                "recompute_granularity full needs recompute_method uniform and "
-                "recompute_num_layers of at least 1"
+                "recompute_method and recompute_num_layers need recompute_granularity full"
             )
+        unknown = sorted(set(self.recompute_modules) - set(RECOMPUTE_MODULES))
+        if unknown:
+            raise ConfigError(
+                f"recompute_modules has {', '.join(unknown)}; use {', '.join(RECOMPUTE_MODULES)}"
+            )
+        if self.distribute_saved_activations:
+            if granularity != "full" or self.sequence_parallel:
+                raise ConfigError(
+                    "distribute_saved_activations needs recompute_granularity full and no "
+                    "sequence_parallel, which keeps 1/t of the activations by itself"
+                )
+            if self.hidden_size % self.tensor_model_parallel_size:
+                raise ConfigError(
+                    f"distribute_saved_activations needs hidden_size ({self.hidden_size}) to be "
+                    f"divisible by tensor_model_parallel_size ({self.tensor_model_parallel_size})"
+                )
+        if self.cpu_offloading_num_layers and granularity == "full":
+            raise ConfigError("cpu_offloading_num_layers excludes full recomputation; drop one")
+
+    def recomputes(self, module: str) -> bool:
+        """Whether a part of the layer is recomputed by itself: core_attn, mlp or layernorm."""
+        return self.recompute_granularity == "selective" and module in self.recompute_modules
+
+    @property
+    def pipeline_dtype(self) -> torch.dtype:
+        """Data type of the residual stream, which travels between stages."""
+        if self.fp32_residual_connection:
+            return torch.promote_types(self.params_dtype, torch.float32)
+        return self.params_dtype
 
     @property
     def query_groups(self) -> int:

@@ -14,8 +14,12 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from mcore import device
-from mcore.errors import ConfigError, UnsupportedError
+from mcore.errors import ConfigError
 from mcore.parallel_state import parallel_context_or_single
+from mcore.tensor_parallel.mappings import (
+    gather_from_tensor_model_parallel_region,
+    scatter_to_tensor_model_parallel_region,
+)
 
 #: Megatron's name for the state that differs between tensor-parallel ranks.
 _MODEL_PARALLEL_RNG_TRACKER_NAME = "model-parallel-rng"
@@ -120,17 +124,22 @@ def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool,
 
     Args:
         function: called with `args`.
-        distribute_saved_activations: not built yet; must be False.
+        distribute_saved_activations: keep 1/t of the first argument on each tensor-parallel rank,
+            cut along its last dimension; it must be equal on all of them.
         *args: tensors or anything else.
 
-    Raises:
-        UnsupportedError: distribute_saved_activations is True.
+    Comm: none of its own; with distribute_saved_activations one all-gather of the first argument
+        forward, and one more as well as one of its gradient backward.
     """
     if distribute_saved_activations:
-        raise UnsupportedError(
-            "distribute_saved_activations is not built yet; pass False (sequence parallelism "
-            "already keeps 1/t of the activations)"
-        )
+        group = parallel_context_or_single().tp
+        first, *others = args
+
+        def gather_and_run(part: Tensor, *rest: Any) -> Any:
+            return function(gather_from_tensor_model_parallel_region(part, group), *rest)
+
+        part = scatter_to_tensor_model_parallel_region(first, group)
+        return checkpoint(gather_and_run, False, part, *others)
     saved = _TRACKER.get_states()
 
     @contextmanager

@@ -97,6 +97,13 @@ _FLAGS = (
         _SWITCH,
     ),
     LegacyFlag(
+        "--recompute-activations",
+        "The same as --recompute-granularity selective.",
+        lambda _: {("model", "recompute_granularity"): "selective"},
+        None,
+        _SWITCH,
+    ),
+    LegacyFlag(
         "--use-rotary-position-embeddings",
         "Old name of --position-embedding-type rope.",
         _rotary,
@@ -220,20 +227,6 @@ _NOT_BUILT: Mapping[str, tuple[str, ...]] = {
         "--deepspeed_config",
         "--deepspeed-activation-checkpointing",
         "--partition-activations",
-    ),
-    "uneven pipeline stages are not built yet; use a number of layers that divides": (
-        "--decoder-first-pipeline-num-layers",
-        "--decoder-last-pipeline-num-layers",
-        "--account-for-embedding-in-pipeline-split",
-        "--account-for-loss-in-pipeline-split",
-        "--pipeline-model-parallel-layout",
-        "--num-layers-per-virtual-pipeline-stage",
-    ),
-    "selective recomputation is not built yet; use --recompute-granularity full "
-    "--recompute-method uniform --recompute-num-layers 1": (
-        "--recompute-activations",
-        "--recompute-modules",
-        "--distribute-saved-activations",
     ),
     "asynchronous saving is not built yet; drop it (saves block the step)": ("--async-save",),
     "this optimizer option is not built yet; drop it": (

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from mcore.config.transformer import TransformerConfig
 from mcore.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from mcore.tensor_parallel.random import checkpoint
 from mcore.topology.group import Group
 from mcore.topology.param_sharding import Piece, RowCut, even_rows
 from mcore.transformer.documents import AttentionMask
@@ -85,6 +87,7 @@ class SelfAttention(nn.Module):
             input_is_parallel=True,
             tp_group=tp_group,
         )
+        self.recompute_core = config.recomputes("core_attn")
         self.q_layernorm: nn.Module | None = None
         self.k_layernorm: nn.Module | None = None
         if config.qk_layernorm:
@@ -107,7 +110,11 @@ class SelfAttention(nn.Module):
         if rotary is not None:
             query = apply_rotary(query, rotary, self.rotary_interleaved)
             key = apply_rotary(key, rotary, self.rotary_interleaved)
-        context = self.core_attention(query, key, value, attention_mask, dropout_state)
+        inputs = (query, key, value, attention_mask, dropout_state)
+        if self.recompute_core and self.training and torch.is_grad_enabled():
+            context = checkpoint(self.core_attention, False, *inputs)
+        else:
+            context = self.core_attention(*inputs)
         output: Tensor = self.linear_proj(context)[0]
         return output
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
 
 from mcore.config.transformer import TransformerConfig
 from mcore.parallel_state import tensor_model_parallel_group_or
@@ -46,9 +49,11 @@ class TransformerBlock(nn.Module):
                 group,
                 partial_gradient=config.sequence_parallel and group.size > 1,
             )
-        self.recompute_num_layers = (
-            config.recompute_num_layers if config.recompute_granularity == "full" else None
-        )
+        full = config.recompute_granularity == "full"
+        self.recompute_method = config.recompute_method if full else None
+        self.recompute_num_layers = config.recompute_num_layers or 0
+        self.distribute_saved_activations = config.distribute_saved_activations and group.size > 1
+        self.cpu_offloading_num_layers = config.cpu_offloading_num_layers
 
     def forward(
         self,
@@ -58,21 +63,31 @@ class TransformerBlock(nn.Module):
         dropout_state: DropoutState | None = None,
     ) -> Tensor:
         """Apply the layers; shapes as in `TransformerLayer`."""
-        step = self.recompute_num_layers
-        if step is None or not (self.training and torch.is_grad_enabled()):
-            step = 0
         layers = list(self.layers)
-        if step:
-            for first in range(0, len(layers), step):
-                group = layers[first : first + step]
-                hidden_states = checkpoint(
-                    _run, False, group, hidden_states, attention_mask, rotary, dropout_state
-                )
-        else:
-            hidden_states = _run(layers, hidden_states, attention_mask, rotary, dropout_state)
+        others = (attention_mask, rotary, dropout_state)
+        for number, (group, is_recomputed) in enumerate(self._groups(layers)):
+            if is_recomputed:
+                distributed = self.distribute_saved_activations
+                # The group is bound, not passed: the first argument is what may be distributed.
+                run = partial(_run, group)
+                hidden_states = checkpoint(run, distributed, hidden_states, *others)
+            elif number < self.cpu_offloading_num_layers and hidden_states.is_cuda:
+                with save_on_cpu(pin_memory=True):
+                    hidden_states = _run(group, hidden_states, *others)
+            else:
+                hidden_states = _run(group, hidden_states, *others)
         if self.final_layernorm is not None:
             hidden_states = self.final_layernorm(hidden_states)
         return hidden_states
+
+    def _groups(self, layers: list[nn.Module]) -> list[tuple[list[nn.Module], bool]]:
+        """Runs of layers, each with whether its activations are recomputed."""
+        step = self.recompute_num_layers
+        if self.recompute_method is None or not (self.training and torch.is_grad_enabled()):
+            return [([layer], False) for layer in layers]
+        if self.recompute_method == "uniform":
+            return [(layers[i : i + step], True) for i in range(0, len(layers), step)]
+        return [([layer], i < step) for i, layer in enumerate(layers)]
 
 
 def _run(

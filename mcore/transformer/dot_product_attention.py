@@ -81,9 +81,11 @@ class DotProductAttention(nn.Module):
         if k.shape[1] != q.shape[1]:
             repeats = q.shape[1] // k.shape[1]
             k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
+        accumulation = torch.promote_types(q.dtype, torch.float32)
+        if q.dtype == torch.float16:  # a product past 65504 would be infinite
+            q, k = q.to(accumulation), k.to(accumulation)
         scores = (q / math.sqrt(q.shape[-1])) @ k.transpose(-1, -2)
         hidden = _causal(q, k) if attention_mask is None else attention_mask
-        accumulation = torch.promote_types(scores.dtype, torch.float32)
         weights = scores.masked_fill(hidden, -torch.inf).softmax(-1, dtype=accumulation)
         weights = attention_dropout(
             weights,

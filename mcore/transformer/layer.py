@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import torch
 from torch import Tensor, nn
 
 from mcore.config.transformer import TransformerConfig
 from mcore.parallel_state import tensor_model_parallel_group_or
 from mcore.tensor_parallel.mappings import AnyGroup
+from mcore.tensor_parallel.random import checkpoint
 from mcore.transformer.attention import SelfAttention
 from mcore.transformer.documents import AttentionMask
 from mcore.transformer.dropout import DropoutState, Site, dropout
 from mcore.transformer.mlp import MLP
-from mcore.transformer.norm import build_norm
+from mcore.transformer.norm import build_norm, without_keeping
 from mcore.transformer.rotary import RotaryTables
 
 
@@ -45,6 +49,8 @@ class TransformerLayer(nn.Module):
             config, config.hidden_size, group, partial_gradient=partial
         )
         self.mlp = MLP(config, group)
+        self.recompute_norms = config.recomputes("layernorm")
+        self.recompute_mlp = config.recomputes("mlp")
 
     def forward(
         self,
@@ -64,12 +70,35 @@ class TransformerLayer(nn.Module):
         Returns:
             Shaped as the input.
         """
-        attended = self.self_attention(
-            self.input_layernorm(hidden_states), attention_mask, rotary, dropout_state
+        attended = self._apply_to_norm(
+            self.input_layernorm,
+            lambda normed: self.self_attention(normed, attention_mask, rotary, dropout_state),
+            hidden_states,
         )
         hidden_states = hidden_states + self._drop(attended, dropout_state, Site.ATTENTION_OUTPUT)
-        mixed = self.mlp(self.pre_mlp_layernorm(hidden_states))
+        mixed = self._mlp(hidden_states)
         return hidden_states + self._drop(mixed, dropout_state, Site.MLP_OUTPUT)
+
+    def _apply_to_norm(
+        self, norm: nn.Module, consumer: Callable[[Tensor], Tensor], x: Tensor
+    ) -> Tensor:
+        if self.recompute_norms and self._keeps_activations:
+            return without_keeping(norm, consumer, x)
+        return consumer(norm(x))
+
+    def _mlp(self, hidden_states: Tensor) -> Tensor:
+        if not (self.recompute_mlp and self._keeps_activations):
+            return self._apply_to_norm(self.pre_mlp_layernorm, self.mlp, hidden_states)
+        output: Tensor
+        if self.recompute_norms:
+            output = checkpoint(lambda x: self.mlp(self.pre_mlp_layernorm(x)), False, hidden_states)
+        else:
+            output = checkpoint(self.mlp, False, self.pre_mlp_layernorm(hidden_states))
+        return output
+
+    @property
+    def _keeps_activations(self) -> bool:
+        return self.training and torch.is_grad_enabled()
 
     def _drop(self, x: Tensor, state: DropoutState | None, site: Site) -> Tensor:
         if not self.training or self.hidden_dropout == 0.0:

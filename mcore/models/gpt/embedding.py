@@ -40,6 +40,7 @@ class LanguageModelEmbedding(nn.Module):
         super().__init__()
         self.tp_group = tp_group
         self.hidden_dropout = config.hidden_dropout
+        self.residual_dtype = config.pipeline_dtype
         self.sequence_parallel = config.sequence_parallel and tp_group.size > 1
         self.max_sequence_length = max_sequence_length
         self.word_embeddings = VocabParallelEmbedding(
@@ -94,6 +95,7 @@ class LanguageModelEmbedding(nn.Module):
         first = self.tp_group.rank * own if self.sequence_parallel else 0
         if self.position_embeddings is not None:
             hidden_states = hidden_states + self._positions(position_ids, length, first, own)
+        hidden_states = hidden_states.to(self.residual_dtype)
         if self.training and self.hidden_dropout > 0.0:
             assert dropout_state is not None, "dropout needs a DropoutState in training"
             hidden_states = dropout(

@@ -219,7 +219,10 @@ class GPTModel(nn.Module):
         if self.rotary_pos_emb is None:
             return None
         length = hidden_states.shape[0] * (self.tp_group.size if self.sequence_parallel else 1)
-        tables: RotaryTables = self.rotary_pos_emb(length, hidden_states.dtype, position_ids)
+        # The residual stream may be wider than the queries and keys that are turned.
+        wide = self.config.fp32_residual_connection
+        dtype = self.config.params_dtype if wide else hidden_states.dtype
+        tables: RotaryTables = self.rotary_pos_emb(length, dtype, position_ids)
         return tables
 
     def _state_for(self, state: DropoutState | None, batch: int) -> DropoutState | None:

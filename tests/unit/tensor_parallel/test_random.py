@@ -4,13 +4,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mcore.errors import ConfigError, UnsupportedError
+from mcore import parallel_state
+from mcore.errors import ConfigError
 from mcore.tensor_parallel import (
     checkpoint,
     get_cuda_rng_tracker,
     model_parallel_cuda_manual_seed,
 )
 from mcore.tensor_parallel.random import CudaRNGStatesTracker
+from mcore.testing import run_distributed
 from tests.unit.tensor_parallel.helpers import draw, run_at
 
 pytestmark = pytest.mark.dist
@@ -125,6 +127,24 @@ def test_recomputation_runs_the_function_again_in_backward():
     torch.testing.assert_close(x.grad, 8 * x.detach())
 
 
-def test_distributed_activations_are_refused_by_name():
-    with pytest.raises(UnsupportedError, match="distribute_saved_activations"):
-        checkpoint(torch.sin, True, torch.ones(1))
+def distributed_activations():
+    context = parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    x = torch.arange(8.0, dtype=torch.float64).view(2, 4).requires_grad_()
+    saved = []
+
+    def pack(tensor):
+        saved.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = checkpoint(lambda a, k: (a * k).pow(3), True, x, 2.0)
+    y.sum().backward()
+    return context.tp.rank, y.detach(), x.grad, saved
+
+
+def test_distributed_activations_change_no_number():
+    x = torch.arange(8.0, dtype=torch.float64).view(2, 4)
+    for _, y, grad, saved in run_distributed(distributed_activations, 2):
+        torch.testing.assert_close(y, (2 * x).pow(3))
+        torch.testing.assert_close(grad, 24 * x.pow(2))
+        assert saved == [4]  # half of the input
