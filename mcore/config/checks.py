@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from mcore.config.command_line import spelled_as_flags
 from mcore.config.run import RunConfig
 from mcore.errors import ConfigError, TopologyError
 from mcore.num_microbatches_calculator import parse_step_schedule
@@ -42,7 +43,7 @@ def _world(config: RunConfig, world_size: int) -> str | None:
             cp=model.context_parallel_size,
         )
     except TopologyError as error:
-        return str(error)
+        return spelled_as_flags(str(error), type(model))
     return None
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import re
 import types
 import typing
 from collections.abc import Collection, Mapping, Sequence
@@ -109,6 +110,18 @@ def flag_names(field: dataclasses.Field[Any], described: Flag) -> list[str]:
         stem = spelling.removeprefix("--")
         return [f"--no-{stem}", f"--disable-{stem}"]
     return [spelling, *described.aliases]
+
+
+def spelled_as_flags(text: str, config_class: type[Any]) -> str:
+    """An error message with the names of fields as the flags that a user types."""
+    for field in dataclasses.fields(config_class):
+        described = flag_of(field)
+        if described is not None and not described.hidden:
+            # A one-word name is a field for sure only where the message begins with it.
+            start = r"(?<![\w-])" if "_" in field.name else "^"
+            flag = flag_names(field, described)[0]
+            text = re.sub(rf"{start}{field.name}(?![\w-])", flag, text)
+    return text
 
 
 def _flag_options(

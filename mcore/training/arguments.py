@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import re
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 
 from mcore.config.checks import refuse
-from mcore.config.command_line import StrictParser, add_flags, flag_names
+from mcore.config.command_line import StrictParser, add_flags, spelled_as_flags
 from mcore.config.fields import flag_of
 from mcore.config.run import OPTION_NAMES, RunConfig
 from mcore.errors import ConfigError
@@ -124,25 +123,13 @@ def build_config(arguments: Arguments, model_options: Mapping[str, Any] | None =
         try:
             sections[name] = kind(**values)
         except ValueError as error:
-            problems.append(_spelled_as_flags(str(error), kind))
+            problems.append(spelled_as_flags(str(error), kind))
     refuse(problems)
     config = RunConfig(**sections)
     if model_options and config.training.seq_length is None and model_options.get("seq_length"):
         training = dataclasses.replace(config.training, seq_length=model_options["seq_length"])
         config = dataclasses.replace(config, training=training)
     return config
-
-
-def _spelled_as_flags(text: str, kind: type) -> str:
-    """The error of a configuration class with its fields' names as the flags that a user types."""
-    for field in dataclasses.fields(kind):
-        description = flag_of(field)
-        if description is not None and not description.hidden:
-            # A one-word name is a field for sure only where the message begins with it.
-            start = r"(?<![\w-])" if "_" in field.name else "^"
-            flag = flag_names(field, description)[0]
-            text = re.sub(rf"{start}{field.name}(?![\w-])", flag, text)
-    return text
 
 
 def overrides(arguments: Arguments, model_options: Mapping[str, Any]) -> list[str]:

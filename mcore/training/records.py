@@ -35,25 +35,27 @@ class RecordFile:
     def _keep_until(self, iteration: int) -> None:
         if not self._path.exists():
             return
-        lines = self._path.read_text(encoding="utf-8").splitlines()
+        text = self._path.read_text(encoding="utf-8")
+        lines = text.splitlines()
         kept = []
         for number, line in enumerate(lines, 1):
-            record = self._parse(line, number, is_last=number == len(lines))
+            may_be_cut = number == len(lines) and not text.endswith("\n")
+            record = self._parse(line, number, may_be_cut)
             if record is not None and record["iteration"] <= iteration:
-                kept.append(line)
-        if len(kept) == len(lines):
+                kept.append(line + "\n")
+        if "".join(kept) == text:
             return
         shortened = self._path.with_name(self._path.name + ".tmp")
-        shortened.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+        shortened.write_text("".join(kept), encoding="utf-8")
         os.replace(shortened, self._path)
 
-    def _parse(self, line: str, number: int, is_last: bool) -> dict[str, Any] | None:
+    def _parse(self, line: str, number: int, may_be_cut: bool) -> dict[str, Any] | None:
         try:
             record = json.loads(line)
             if isinstance(record, dict) and isinstance(record.get("iteration"), int):
                 return record
         except ValueError:
-            if is_last:
+            if may_be_cut:
                 return None  # cut short when the writer was killed
         raise DataError(
             f"{self._path} line {number} is not a record of a run; give --metrics-jsonl another "

@@ -42,7 +42,9 @@ def test_parameters_and_gradients_are_views():
     model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
     before = {name: param.detach().clone() for name, param in model.named_parameters()}
     params = list(enumerate(model.parameters()))
-    buffer = ParamAndGradBuffer(params, torch.float32, 64, ShardingGroups(*[Group.single("dp-cp")] * 3))
+    buffer = ParamAndGradBuffer(
+        params, torch.float32, 64, ShardingGroups(*[Group.single("dp-cp")] * 3)
+    )
     assert buffer.params[0] is model[1].bias
     assert [bucket.position for bucket in buffer.buckets] == [3, 2, 1, 0]
     for name, param in model.named_parameters():

@@ -1,0 +1,71 @@
+import json
+
+import pytest
+
+from mcore.errors import ConfigError, DataError
+from mcore.training.records import RecordFile
+
+
+def write(path, *iterations):
+    path.write_text("".join(json.dumps({"iteration": i, "x": 1 / 3}) + "\n" for i in iterations))
+
+
+def iterations(path):
+    return [json.loads(line)["iteration"] for line in path.read_text().splitlines()]
+
+
+def test_numbers_come_back_exactly(tmp_path):
+    path = tmp_path / "deep" / "records.jsonl"
+    records = RecordFile(str(path), 0)
+    records.write({"iteration": 1, "lm_loss": 0.1 + 0.2, "learning_rate": 1e-300})
+    assert json.loads(path.read_text()) == {
+        "iteration": 1,
+        "lm_loss": 0.1 + 0.2,
+        "learning_rate": 1e-300,
+    }  # readable before the file is closed
+    records.close()
+
+
+@pytest.mark.parametrize(("start", "kept"), [(0, []), (2, [1, 2, 2]), (9, [1, 2, 2, 3, 4])])
+def test_a_resumed_run_drops_what_lies_beyond_its_start(tmp_path, start, kept):
+    path = tmp_path / "records.jsonl"
+    write(path, 1, 2, 2, 3, 4)
+    records = RecordFile(str(path), start)
+    records.write({"iteration": start + 1})
+    records.close()
+    assert iterations(path) == [*kept, start + 1]
+    assert [p.name for p in tmp_path.iterdir()] == ["records.jsonl"]
+
+
+def test_a_last_line_that_a_kill_cut_short_is_dropped(tmp_path):
+    path = tmp_path / "records.jsonl"
+    write(path, 1, 2, 3)
+    path.write_text(path.read_text()[:-9])
+    records = RecordFile(str(path), 5)
+    records.write({"iteration": 3})
+    records.close()
+    assert iterations(path) == [1, 2, 3]
+
+
+def test_a_last_line_without_its_line_end_stays_whole(tmp_path):
+    path = tmp_path / "records.jsonl"
+    write(path, 1, 2)
+    path.write_text(path.read_text()[:-1])
+    records = RecordFile(str(path), 5)
+    records.write({"iteration": 3})
+    records.close()
+    assert iterations(path) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("text", ["hello\nworld\n", '{"iteration": 1}\n[1]\n', '{"a": 1}\n'])
+def test_a_foreign_file_is_left_alone(tmp_path, text):
+    path = tmp_path / "notes.txt"
+    path.write_text(text)
+    with pytest.raises(DataError, match="notes.txt line [12] is not a record"):
+        RecordFile(str(path), 0)
+    assert path.read_text() == text
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="--metrics-jsonl"):
+        RecordFile(str(tmp_path), 0)

@@ -1,0 +1,96 @@
+"""Command lines that cannot work are refused before anything is started, in the user's words."""
+
+import pytest
+
+from mcore.errors import ConfigError, McoreError
+from mcore.training.arguments import parse
+from mcore.training.initialize import Launch
+from mcore.training.pretrain import prepare
+
+WORDS = {
+    "--num-layers": "4",
+    "--hidden-size": "32",
+    "--num-attention-heads": "4",
+    "--seq-length": "16",
+    "--micro-batch-size": "1",
+    "--global-batch-size": "8",
+    "--train-iters": "4",
+    "--lr": "1e-3",
+    "--tokenizer-type": "NullTokenizer",
+    "--vocab-size": "100",
+    "--data-path": "corpus",
+}
+
+
+def prepared(world_size, changes=""):
+    """Prepare the command line above with words changed, added, or taken out (`--flag -`)."""
+    words = dict(WORDS)
+    rest = changes.split()
+    while rest:
+        name = rest.pop(0)
+        value = rest.pop(0) if rest and not rest[0].startswith("--") else ""
+        words[name] = value
+        if value == "-":
+            del words[name]
+    line = [word for pair in words.items() for word in pair if word]
+    return prepare(parse(line), Launch(0, world_size, 0))
+
+
+def test_the_command_line_itself_is_fine():
+    assert prepared(2, "--tensor-model-parallel-size 2 --sequence-parallel").loads is False
+
+
+@pytest.mark.parametrize(
+    ("world_size", "changes", "fragments"),
+    [
+        (6, "--tensor-model-parallel-size 4", ["6", "--tensor-model-parallel-size", "4"]),
+        (3, "--pipeline-model-parallel-size 2", ["3", "--pipeline-model-parallel-size", "2"]),
+        (3, "", ["--global-batch-size (8)", "data-parallel size (3)", "nearest: 6, 9"]),
+        (1, "--num-attention-heads 6 --hidden-size 32", ["--hidden-size (32)", "(6)"]),
+        (4, "--num-attention-heads 6 --hidden-size 36 --tensor-model-parallel-size 4",
+         ["--num-attention-heads (6)", "--tensor-model-parallel-size (4)", "1, 2, 3, 6"]),
+        (4, "--ffn-hidden-size 66 --tensor-model-parallel-size 4",
+         ["--ffn-hidden-size (66)", "64 and 68"]),
+        (1, "--num-virtual-stages-per-pipeline-rank 2",
+         ["--num-virtual-stages-per-pipeline-rank (2)", "--pipeline-model-parallel-size"]),
+        (2, "--num-virtual-stages-per-pipeline-rank 3 --pipeline-model-parallel-size 2",
+         ["--num-layers (4)", "6", "nearest"]),
+        (2, "--tensor-model-parallel-size 2 --sequence-parallel --seq-length 15",
+         ["--seq-length (15)", "--sequence-parallel", "nearest: 14, 16"]),
+        (1, "--max-position-embeddings 8", ["--seq-length (16)", "--max-position-embeddings (8)"]),
+        (1, "--tensor-model-parallel-size 0", ["--tensor-model-parallel-size is 0"]),
+        (1, "--micro-batch-size -", ["missing: --micro-batch-size"]),
+        (1, "--data-path -", ["--data-path"]),
+        (1, "--tokenizer-type -", ["--tokenizer-type is missing"]),
+        (1, "--vocab-size -", ["--vocab-size"]),
+        (1, "--save somewhere", ["--save-interval"]),
+        (1, "--save-interval 5", ["--save-interval", "--save"]),
+        (1, "--finetune", ["--finetune", "--load"]),
+        (1, "--use-checkpoint-args", ["--load"]),
+        (1, "--train-iters 4 --train-samples 32", ["--train-iters", "--train-samples"]),
+        (1, "--swiglu --openai-gelu", ["swiglu", "--openai-gelu"]),
+        (1, "--recompute-granularity full", ["--recompute-method", "--recompute-num-layers"]),
+        (1, "--hidden-dropout 1.5", ["--hidden-dropout is 1.5"]),
+        (1, "--bf16 --fp16", ["--bf16", "--fp16"]),
+        (1, "--null-tokenizer-eod-id 100", ["--null-tokenizer-eod-id is 100", "0 to 99"]),
+    ],
+)  # fmt: skip
+def test_a_command_line_that_cannot_work_is_refused(world_size, changes, fragments):
+    with pytest.raises(McoreError) as caught:
+        prepared(world_size, changes)
+    for fragment in fragments:
+        assert fragment in str(caught.value)
+
+
+def test_all_problems_are_told_together():
+    with pytest.raises(ConfigError) as caught:
+        prepared(3, "--lr - --seq-length 40 --max-position-embeddings 32 --save x --data-path -")
+    lines = str(caught.value).splitlines()
+    assert lines[0] == f"{len(lines) - 1} problems with the options:"
+    for fragment in ("--lr", "--global-batch-size (8)", "(40)", "--save-interval", "--data-path"):
+        assert sum(fragment in line for line in lines[1:]) >= 1
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
+def test_a_batch_that_fits_is_accepted(world_size):
+    assert prepared(world_size).config.training.global_batch_size == 8

@@ -1,0 +1,47 @@
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mcore.training.setup import UnsettledUpdate
+from mcore.training.step import read_record, settle
+
+
+@pytest.mark.parametrize(
+    ("record", "wanted"),
+    [
+        ((torch.tensor(12.0), torch.tensor(4.0)), (12.0, 4.0)),
+        ({"lm loss": (torch.tensor(12.0), torch.tensor(4.0))}, (12.0, 4.0)),
+        ({"lm loss": torch.tensor([12.0, 4.0])}, (12.0, 4.0)),
+        ({"lm loss": torch.tensor(3.0)}, (3.0, 1.0)),
+        (torch.tensor(3.0), (3.0, 1.0)),
+        ((torch.tensor(12.0), 4), (12.0, 4.0)),
+    ],
+)
+def test_every_form_of_a_reported_loss(record, wanted):
+    assert tuple(float(x) for x in read_record(record)) == wanted
+
+
+class Schedule:
+    def __init__(self):
+        self.steps = []
+
+    def step(self, increment):
+        self.steps.append(increment)
+
+
+def test_the_schedule_follows_updates_that_were_made():
+    scaler = SimpleNamespace(is_stuck=lambda: False)
+    state = SimpleNamespace(
+        scheduler=Schedule(),
+        optimizer=SimpleNamespace(grad_scaler=scaler),
+        skipped_iterations=0,
+        unsettled=None,
+    )
+    settle(state)
+    for applied in (True, False, True):
+        state.unsettled = UnsettledUpdate(torch.tensor(applied), 8)
+        settle(state)
+        settle(state)  # each update is settled once
+    assert state.scheduler.steps == [8, 8]
+    assert state.skipped_iterations == 1
