@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from mcore.config.run import RunConfig
 from mcore.data.builder import Datasets, build_train_valid_test_datasets
+from mcore.data.corpus_meta import TokenizerIdentity
 from mcore.models.gpt import GPTModel
-from mcore.tokenizers import build_tokenizer
+from mcore.tokenizers import build_tokenizer, fingerprint
 from mcore.training import Stage, pretrain
 from mcore.transformer import AttentionMask, DropoutState
 
@@ -57,6 +58,12 @@ def datasets_provider(
         eod_id=tokenizer.eod,
         pad_id=tokenizer.pad,
         vocab_size=tokenizer.vocab_size,
+        tokenizer=TokenizerIdentity(
+            str(config.tokenizer.tokenizer_type),
+            tokenizer.vocab_size,
+            tokenizer.eod,
+            lambda: fingerprint(tokenizer),
+        ),
     )
 
 

@@ -348,12 +348,7 @@ def _warn(message: str) -> None:
     print(f"WARNING: {message}", file=sys.stderr)
 
 
-def parse_arguments(argv: Sequence[str] | None) -> tuple[PreprocessOptions, TokenizerConfig]:
-    """Read the command line.
-
-    Raises:
-        ConfigError: unknown, abbreviated or refused flags, or values that cannot be right.
-    """
+def _parser() -> StrictParser:
     parser = StrictParser(
         refused=REFUSED_FLAGS,
         prog="preprocess_data.py",
@@ -361,28 +356,47 @@ def parse_arguments(argv: Sequence[str] | None) -> tuple[PreprocessOptions, Toke
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    add_arguments(parser)
+    return parser
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the tool's flags to a parser."""
     add_flags(parser.add_argument_group("data"), PreprocessOptions)
     add_flags(parser.add_argument_group("tokenizer"), TokenizerConfig)
-    namespace = parser.parse_args(argv)
+
+
+def _options(namespace: argparse.Namespace) -> tuple[PreprocessOptions, TokenizerConfig]:
     return take_config(PreprocessOptions, namespace), take_config(TokenizerConfig, namespace)
+
+
+def run_arguments(namespace: argparse.Namespace) -> int:
+    """Run what the flags of `add_arguments` say; returns the exit status 0.
+
+    Raises:
+        McoreError: see `preprocess`.
+    """
+    options, config = _options(namespace)
+    if options.partitions > 1:
+        _note("--partitions needs nothing: --workers sets the processes, and the order is kept")
+    _report(preprocess(options, config))
+    return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool; returns the exit status: 0 done, 1 the data or files are at fault, 2 usage."""
+    parser = _parser()
     try:
-        options, config = parse_arguments(argv)
+        namespace = parser.parse_args(argv)
+        _options(namespace)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    if options.partitions > 1:
-        _note("--partitions needs nothing: --workers sets the processes, and the order is kept")
     try:
-        outputs = preprocess(options, config)
+        return run_arguments(namespace)
     except (McoreError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    _report(outputs)
-    return 0
 
 
 if __name__ == "__main__":

@@ -8,16 +8,23 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from mcore.cli import data_files, data_provenance
 from mcore.config.command_line import add_flags, take_config
 from mcore.config.data import DataConfig
 from mcore.config.tokenizer import TokenizerConfig
-from mcore.data.builder import build_train_valid_test_datasets
+from mcore.data.builder import DatasetGroup, build_train_valid_test_datasets
 from mcore.data.gpt_dataset import SampleDataset
 from mcore.data.splits import SPLIT_NAMES
 from mcore.errors import DataError
 from mcore.tokenizers import build_tokenizer
+from tools import preprocess_data
 
-_READING_OPTIONS = ("num_workers", "dataloader_type")
+_READING_OPTIONS = (
+    "num_workers",
+    "dataloader_type",
+    "data_sharding",
+    "multiple_validation_sets",
+)
 _VOCABULARY_PADDING = ("make_vocab_size_divisible_by",)
 
 
@@ -26,6 +33,16 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = subparsers.add_parser("data", help="look into training data", allow_abbrev=False)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _register_samples(commands)
+    data_files.register(commands)
+    data_provenance.register(commands)
+    preprocess = commands.add_parser(
+        "preprocess",
+        help="text into indexed token files (tools/preprocess_data.py)",
+        description=preprocess_data.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    preprocess_data.add_arguments(preprocess)
+    preprocess.set_defaults(run=preprocess_data.run_arguments)
 
 
 def _register_samples(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -78,6 +95,7 @@ def write_samples(args: argparse.Namespace) -> int:
         if dataset is None:
             print(f"{name}: no data")
             continue
+        assert not isinstance(dataset, DatasetGroup)
         arrays.update((f"{name}.{key}", array) for key, array in _all_samples(dataset))
         print(f"{name}: {len(dataset)} samples of {args.seq_length} tokens")
     _save(args.out, arrays)

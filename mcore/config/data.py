@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
-from mcore.config.fields import flag
+from mcore.config.fields import choose, flag
 from mcore.errors import ConfigError, UnsupportedError
 
 DEFAULT_SPLIT = "969, 30, 1"
@@ -61,11 +62,24 @@ class DataConfig:
         False, help="Hide everything before an end-of-document token from what follows it."
     )
     eod_mask_loss: bool = flag(False, help="No loss where the input is the end-of-document token.")
+    data_order: Literal["megatron", "stable"] = flag(
+        "megatron",
+        help="megatron = Megatron's order, which depends on the number of samples wanted; stable = "
+        "sample by sample a function of seed and epoch, so that a longer run or other blend "
+        "weights never deal consumed samples again.",
+    )
+    multiple_validation_sets: bool = flag(
+        False, help="Measure every corpus of the validation split on its own; without weights."
+    )
     num_workers: int = flag(
         2, help="Threads that read batches ahead of the training step; 0 = read inside the step."
     )
     dataloader_type: str = flag(
-        "single", help="Order of the samples: single = one pass by consumed samples."
+        "single",
+        help="single = one pass by consumed samples; cyclic = a new random order every epoch.",
+    )
+    data_sharding: bool = flag(
+        True, help="With cyclic: each data-parallel rank reads its own part of the data set."
     )
     mmap_bin_files: bool = flag(
         True, help="Map the .bin files into memory; off = read them through a file descriptor."
@@ -89,12 +103,15 @@ class DataConfig:
             )
         if self.num_workers < 0:
             raise ConfigError(f"--num-workers is {self.num_workers}; use 0 or more")
-        if self.dataloader_type in ("cyclic", "external"):
+        choose(self.data_order, ("megatron", "stable"), "data_order")
+        if self.dataloader_type == "external":
             raise UnsupportedError(
-                f"--dataloader-type {self.dataloader_type} is not available; use single"
+                "--dataloader-type external is not available; use single or cyclic"
             )
-        if self.dataloader_type != "single":
-            raise ConfigError(f"--dataloader-type is {self.dataloader_type!r}; use single")
+        if self.dataloader_type not in ("single", "cyclic"):
+            raise ConfigError(
+                f"--dataloader-type is {self.dataloader_type!r}; use single or cyclic"
+            )
 
     @property
     def has_split_paths(self) -> bool:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from mcore.data.gpt_dataset import SampleDataset
-from mcore.data.samplers import SingleSampler
+from mcore.data.samplers import Sampler
 from mcore.errors import DataError
 
 Batch = dict[str, torch.Tensor]
@@ -39,7 +39,7 @@ class BatchLoader:
     def __init__(
         self,
         dataset: SampleDataset | None,
-        sampler: SingleSampler,
+        sampler: Sampler,
         *,
         consumed_samples: int = 0,
         num_workers: int = 2,
@@ -103,7 +103,8 @@ class BatchLoader:
 
     def _read(self, consumed_samples: int) -> Batch:
         chosen = self._sampler.microbatch(consumed_samples)
-        sample_index = torch.arange(chosen.start, chosen.stop, dtype=torch.int64)
+        places = self._sampler.positions(consumed_samples)
+        sample_index = torch.tensor(places, dtype=torch.int64)
         if self._dataset is None:
             return {"sample_index": sample_index}
         samples = [self._dataset[index] for index in chosen]

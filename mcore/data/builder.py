@@ -2,26 +2,45 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import os
 
 import numpy as np
 
 from mcore.config.data import DEFAULT_SPLIT, DataConfig
 from mcore.data.blend import Blend, read_blends
 from mcore.data.blended_dataset import BlendedDataset
+from mcore.data.corpus_meta import TokenizerIdentity, check_meta
 from mcore.data.gpt_dataset import NO_PAD, GPTDataset, SampleDataset, SampleOptions
 from mcore.data.indexed_dataset import IndexedDataset
 from mcore.data.splits import SPLIT_NAMES, WHOLE, Bounds, split_bounds, split_range
+from mcore.data.stable_blend import StableBlend
+from mcore.data.stable_order import StableOrder
 from mcore.errors import DataError
 from mcore.log import get_logger
 
 _SURPLUS = 0.005  # Megatron builds every data set of a weighted blend this much longer
 
-Datasets = tuple[SampleDataset | None, SampleDataset | None, SampleDataset | None]
+_ENDLESS = 1 << 62  # samples of a corpus in the stable order, which repeats without end
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DatasetGroup:
+    """Several validation sets, each measured on its own (`--multiple-validation-sets`)."""
+
+    members: dict[str, SampleDataset]
+
+    def __len__(self) -> int:
+        """Samples of the shortest."""
+        return min(map(len, self.members.values()))
+
+
+Datasets = tuple[SampleDataset | None, SampleDataset | DatasetGroup | None, SampleDataset | None]
 Sizes = tuple[int | None, int | None, int | None]
 
 
-def build_train_valid_test_datasets(
+def build_train_valid_test_datasets(  # noqa: PLR0913  (keywords, each with a plain meaning)
     config: DataConfig,
     *,
     sizes: Sizes,
@@ -31,6 +50,7 @@ def build_train_valid_test_datasets(
     pad_id: int | None = None,
     vocab_size: int | None = None,
     add_extra_token: bool = True,
+    tokenizer: TokenizerIdentity | None = None,
 ) -> Datasets:
     """Open the corpora and order the samples of the three splits.
 
@@ -49,6 +69,7 @@ def build_train_valid_test_datasets(
             end of documents would take the loss there away.
         vocab_size: number of ids, to refuse corpora of another tokenizer; None = not checked.
         add_extra_token: see `SampleOptions`.
+        tokenizer: to refuse corpora whose `.meta.json` names another; None = not checked.
 
     Returns:
         Training, validation and test; None for a split without a share, without a corpus or not
@@ -68,31 +89,64 @@ def build_train_valid_test_datasets(
         reset_attention_mask=config.reset_attention_mask,
         eod_mask_loss=config.eod_mask_loss,
         add_extra_token=add_extra_token,
+        stable=config.data_order == "stable",
     )
     blends = read_blends(config)
     bounds: tuple[Bounds | None, ...] = (WHOLE, WHOLE, WHOLE)
     if not config.has_separate_splits:
         bounds = split_bounds(DEFAULT_SPLIT if config.split is None else config.split)
-    corpora = _Corpora(config.mmap_bin_files)
+    corpora = _Corpora(config.mmap_bin_files, tokenizer)
+    if config.multiple_validation_sets:
+        group = _build_group(blends[1], bounds[1], sizes[1], corpora, options)
+        blends = (blends[0], None, blends[2])
     train, valid, test = (
         None
         if blend is None or bound is None or size == 0
         else _build_split(name, blend, bound, size, corpora, options)
         for name, blend, bound, size in zip(SPLIT_NAMES, blends, bounds, sizes, strict=True)
     )
-    return train, valid, test
+    return train, group if config.multiple_validation_sets else valid, test
+
+
+def _build_group(
+    blend: Blend | None,
+    bounds: Bounds | None,
+    size: int | None,
+    corpora: _Corpora,
+    options: SampleOptions,
+) -> DatasetGroup | None:
+    """Each corpus as a data set, by the last part of its path where those differ."""
+    if blend is None or bounds is None or size == 0:
+        return None
+    if blend.weights is not None:
+        raise DataError(
+            "--multiple-validation-sets measures each corpus on its own; leave the weights out"
+        )
+    names = [os.path.basename(prefix) for prefix in blend.prefixes]
+    if len(set(names)) < len(names):
+        names = list(blend.prefixes)
+    return DatasetGroup(
+        {
+            name: _build_one(prefix, bounds, size, corpora, options)
+            for name, prefix in zip(names, blend.prefixes, strict=True)
+        }
+    )
 
 
 class _Corpora:
     """Every corpus is opened once, for all splits."""
 
-    def __init__(self, mmap: bool) -> None:
+    def __init__(self, mmap: bool, tokenizer: TokenizerIdentity | None) -> None:
         self._mmap = mmap
+        self._tokenizer = tokenizer
         self._opened: dict[str, IndexedDataset] = {}
 
     def open(self, prefix: str) -> IndexedDataset:
         if prefix not in self._opened:
-            self._opened[prefix] = IndexedDataset(prefix, mmap=self._mmap)
+            opened = IndexedDataset(prefix, mmap=self._mmap)
+            if self._tokenizer is not None:
+                check_meta(prefix, opened.num_tokens, self._tokenizer)
+            self._opened[prefix] = opened
         return self._opened[prefix]
 
 
@@ -106,6 +160,8 @@ def _build_split(
 ) -> SampleDataset | None:
     if size is not None and size < 0:
         raise DataError(f"{size} samples of the {name} split are wanted; use 0 or more")
+    if options.stable:
+        return _build_stable(blend, bounds, size, corpora, options)
     if blend.weights is None:
         return _build_unweighted(name, blend, bounds, size, corpora, options)
     if size is None:
@@ -119,6 +175,26 @@ def _build_split(
         for prefix, target in zip(blend.prefixes, targets, strict=True)
     ]
     return BlendedDataset(datasets, blend.weights, sum(targets))
+
+
+def _build_stable(
+    blend: Blend, bounds: Bounds, size: int | None, corpora: _Corpora, options: SampleOptions
+) -> SampleDataset:
+    """Endless corpora; without weights they are drawn in proportion to their tokens."""
+    if len(set(blend.prefixes)) < len(blend.prefixes):
+        raise DataError("a blend in the stable order names a corpus twice; add its weights up")
+    if size is None and len(blend.prefixes) == 1:
+        return _build_one(blend.prefixes[0], bounds, None, corpora, options)
+    datasets = {
+        prefix: _build_one(prefix, bounds, _ENDLESS, corpora, options) for prefix in blend.prefixes
+    }
+    epochs = [
+        dataset.order.samples_per_epoch
+        for dataset in datasets.values()
+        if isinstance(dataset.order, StableOrder)
+    ]
+    wanted = sum(epochs) if size is None else size
+    return StableBlend(datasets, blend.weights or epochs, wanted)
 
 
 def _build_unweighted(

@@ -9,7 +9,8 @@ import numpy as np
 
 from mcore.data.indexed_dataset import IndexedDataset
 from mcore.data.masks import document_starts, hidden_mask, reset_positions
-from mcore.data.sample_order import Pieces, build_sample_order
+from mcore.data.sample_order import Pieces, SampleOrder, build_sample_order
+from mcore.data.stable_order import StableOrder
 from mcore.errors import DataError
 
 NO_PAD = -1
@@ -37,6 +38,7 @@ class SampleOptions:
         add_extra_token: read one token more than `seq_length`, so that the last position has a
             label; False leaves the last position without loss.
         drop_last: leave out a last sample that is shorter than the others; False pads it.
+        stable: the order of `stable_order` in place of Megatron's.
     """
 
     seq_length: int
@@ -49,6 +51,7 @@ class SampleOptions:
     eod_mask_loss: bool = False
     add_extra_token: bool = True
     drop_last: bool = True
+    stable: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -109,21 +112,34 @@ class GPTDataset:
         self._indexed = indexed
         self._options = options
         self._extra = int(options.add_extra_token)
-        self.order = build_sample_order(
-            indexed.sequence_lengths,
-            documents,
-            num_samples=num_samples,
-            seq_length=options.seq_length,
-            seed=options.seed,
-            extra=self._extra,
-            drop_last=options.drop_last,
-        )
+        self.order: SampleOrder | StableOrder
+        if options.stable:
+            self.order = StableOrder(
+                indexed.sequence_lengths,
+                documents,
+                seq_length=options.seq_length,
+                seed=options.seed,
+                extra=self._extra,
+            )
+            epoch = self.order.samples_per_epoch
+            self._length = epoch if num_samples is None else num_samples
+        else:
+            self.order = build_sample_order(
+                indexed.sequence_lengths,
+                documents,
+                num_samples=num_samples,
+                seq_length=options.seq_length,
+                seed=options.seed,
+                extra=self._extra,
+                drop_last=options.drop_last,
+            )
+            self._length = len(self.order.shuffle_index)
         self._positions = _read_only(np.arange(options.seq_length, dtype=np.int64))
         self._ones = _read_only(np.ones(options.seq_length, np.float32))
 
     def __len__(self) -> int:
         """The number of samples; it may exceed what was asked for."""
-        return len(self.order.shuffle_index)
+        return self._length
 
     def __getitem__(self, index: int) -> Sample:
         """Sample `index`.
@@ -193,8 +209,7 @@ class GPTDataset:
             raise IndexError(
                 f"sample {index} of {self._indexed.path_prefix}, which has {len(self)}"
             )
-        start = int(self.order.shuffle_index[index]) * self._options.seq_length
-        return self.order.stream.pieces(start, self._options.seq_length + self._extra)
+        return self.order.pieces(index)
 
     def _tokens_and_labels(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """Input tokens and labels as they are in the file, pad ids included; int64 [s] each."""
@@ -242,7 +257,8 @@ def _require_tokens(
             "or do not ask for it"
         )
     needed = options.seq_length + int(options.add_extra_token)
-    if num_samples is None and options.drop_last and tokens < needed:
+    repeats = num_samples is not None and not options.stable
+    if not repeats and options.drop_last and tokens < needed:
         raise DataError(
             f"{indexed.path_prefix} is shorter than one sample: {tokens} tokens in the split, and "
             f"seq_length {options.seq_length} needs {needed}; use a shorter --seq-length or a "

@@ -199,12 +199,21 @@ class SampleOrder:
         document_index: documents in stream order, int32.
         stream: the documents laid end to end.
         shuffle_index: unshuffled number of every sample.
+        seq_length: tokens a sample advances by.
+        extra: see `plan_epochs`.
     """
 
     plan: EpochPlan
     document_index: np.ndarray
     stream: TokenStream
     shuffle_index: np.ndarray
+    seq_length: int
+    extra: int
+
+    def pieces(self, index: int) -> Pieces:
+        """The documents behind sample `index` and its last label."""
+        start = int(self.shuffle_index[index]) * self.seq_length
+        return self.stream.pieces(start, self.seq_length + self.extra)
 
 
 def build_sample_order(
@@ -235,4 +244,4 @@ def build_sample_order(
     count = count_samples(plan.epochs * tokens_per_epoch, seq_length, extra, drop_last)
     shuffle_index = shuffle_order(count, plan, generator)
     stream = TokenStream(lengths, document_index)
-    return SampleOrder(plan, document_index, stream, shuffle_index)
+    return SampleOrder(plan, document_index, stream, shuffle_index, seq_length, extra)

@@ -8,8 +8,24 @@ run resumes at any layout from the number of consumed samples alone.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Protocol
 
 from mcore.errors import DataError
+
+
+class Sampler(Protocol):
+    """Says which samples each micro-batch of this rank has."""
+
+    @property
+    def samples_per_step(self) -> int:
+        """Samples that all ranks together consume per micro-batch."""
+
+    def microbatch(self, consumed_samples: int) -> Sequence[int]:
+        """Numbers of the samples in the data set, after `consumed_samples` of all ranks."""
+
+    def positions(self, consumed_samples: int) -> range:
+        """Their places in the stream of the whole run."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,6 +55,10 @@ class SingleSampler:
     def samples_per_step(self) -> int:
         """Samples that all ranks together consume per micro-batch."""
         return self.micro_batch_size * self.data_parallel_size
+
+    def positions(self, consumed_samples: int) -> range:
+        """The places of `microbatch`'s samples in the stream of the whole run."""
+        return self.microbatch(consumed_samples)
 
     def microbatch(self, consumed_samples: int, number: int = 0) -> range:
         """The samples of one micro-batch of this rank.

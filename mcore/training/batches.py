@@ -11,8 +11,7 @@ from torch import Tensor
 
 from mcore.data.batch_loader import BatchLoader
 from mcore.data.gpt_dataset import SampleDataset
-from mcore.data.samplers import SingleSampler
-from mcore.topology.context import ParallelContext
+from mcore.data.samplers import Sampler
 from mcore.transformer.documents import pack_documents
 from mcore.transformer.dropout import DropoutState
 
@@ -63,9 +62,8 @@ class BatchStream:
 
 def build_stream(
     dataset: SampleDataset,
+    sampler: Sampler,
     *,
-    ctx: ParallelContext,
-    micro_batch_size: int,
     consumed_samples: int,
     num_workers: int,
     seed: int,
@@ -76,20 +74,13 @@ def build_stream(
 
     Args:
         dataset: training, validation or test set.
-        ctx: gives the data-parallel rank.
-        micro_batch_size: samples per micro batch.
+        sampler: which of its samples this rank reads.
         consumed_samples: global samples consumed before this run.
         num_workers: reading threads.
         seed: the run's seed.
         device: where batches go.
         reads_tokens: the chunk needs something of the samples.
     """
-    sampler = SingleSampler(
-        total_samples=len(dataset),
-        micro_batch_size=micro_batch_size,
-        data_parallel_rank=ctx.dp.rank,
-        data_parallel_size=ctx.dp.size,
-    )
     loader = BatchLoader(
         dataset if reads_tokens else None,
         sampler,

@@ -39,6 +39,7 @@ def save(state: TrainState, config: RunConfig, ctx: ParallelContext) -> None:
         "iteration": state.iteration,
         "consumed_train_samples": state.consumed_train_samples,
         "skipped_iterations": state.skipped_iterations,
+        "data_segments": state.data_segments,
         "num_threads": torch.get_num_threads(),
         "config": config.to_dict(),
         "fingerprint": config.fingerprint(),
@@ -162,6 +163,7 @@ def load(state: TrainState, config: RunConfig, ctx: ParallelContext) -> None:
     state.iteration = common["iteration"]
     state.consumed_train_samples = common["consumed_train_samples"]
     state.skipped_iterations = common.get("skipped_iterations", 0)
+    state.data_segments = common.get("data_segments", [])
     if result.rank_local is not None:
         _restore_random_states(result.rank_local)
     _compare_threads(common)

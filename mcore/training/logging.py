@@ -142,11 +142,15 @@ class RunLog:
         stamp = datetime.now().strftime("%Y-%m-%d %H:%M:%S.%f")
         get_logger().info(" [%s] %s |", stamp, " | ".join(fields))
 
-    def evaluation(self, split: str, state: TrainState, loss: float) -> None:
-        """Write the loss of an evaluation on the validation or test set."""
+    def evaluation(
+        self, split: str, state: TrainState, loss: float, corpus: str | None = None
+    ) -> None:
+        """Write the loss of an evaluation on the validation or test set, or on one of several."""
         self.flush()
         perplexity = math.exp(min(_MAX_PERPLEXITY_LOSS, loss))
         name = "validation" if split == "valid" else split
+        if corpus is not None:
+            name += f" {corpus}"
         get_logger().info(
             " %s loss at iteration %d | lm loss value: %.6E | lm loss PPL: %.6E |",
             name,
@@ -155,13 +159,14 @@ class RunLog:
             perplexity,
         )
         if self._records is not None:
-            self._records.write(
-                {
-                    "iteration": state.iteration,
-                    f"{split}_lm_loss": loss,
-                    f"{split}_ppl": perplexity,
-                }
-            )
+            record: dict[str, Any] = {
+                "iteration": state.iteration,
+                f"{split}_lm_loss": loss,
+                f"{split}_ppl": perplexity,
+            }
+            if corpus is not None:
+                record[f"{split}_set"] = corpus
+            self._records.write(record)
         if self._tensorboard is not None:
             self._tensorboard.add_scalar(f"lm loss {name}", loss, state.iteration)
             self._tensorboard.add_scalar(f"lm loss {name} ppl", perplexity, state.iteration)

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mcore.config.run import Resolved, RunConfig
-from mcore.data.builder import Datasets
+from mcore.data.builder import DatasetGroup, Datasets
+from mcore.data.cyclic_sampler import CyclicSampler
 from mcore.data.gpt_dataset import SampleDataset
+from mcore.data.samplers import Sampler, SingleSampler
 from mcore.log import get_logger
 from mcore.training import checkpointing
 from mcore.training.batches import BatchStream, build_stream
@@ -79,9 +81,15 @@ class Run:
     def evaluate(self, split: str, dataset: int) -> float | None:
         """Measure the loss on the validation (1) or test (2) set; training never notices."""
         samples = self.datasets[dataset]
-        iterations = self.config.evaluation.eval_iters
-        if samples is None or iterations == 0:
+        if samples is None or self.config.evaluation.eval_iters == 0:
             return None
+        if not isinstance(samples, DatasetGroup):
+            return self._measure(split, samples)
+        losses = [self._measure(split, member, name) for name, member in samples.members.items()]
+        return sum(losses) / len(losses)
+
+    def _measure(self, split: str, samples: SampleDataset, name: str | None = None) -> float:
+        iterations = self.config.evaluation.eval_iters
         evaluations = (self.state.iteration - 1) // self.config.evaluation.eval_interval
         consumed = max(0, evaluations) * iterations * self.resolved.global_batch_size
         streams = self._streams(samples, consumed if split == "valid" else 0)
@@ -89,7 +97,7 @@ class Run:
             loss = self.steps.evaluate(self.state.chunks, streams, iterations)
         finally:
             close(streams)
-        self.log.evaluation(split, self.state, loss)
+        self.log.evaluation(split, self.state, loss, name)
         if split == "valid":
             self._evaluated_at = self.state.iteration
         self.log.restart_clock()
@@ -106,8 +114,7 @@ class Run:
         return [
             build_stream(
                 dataset,
-                ctx=self.runtime.ctx,
-                micro_batch_size=self.resolved.micro_batch_size,
+                self._sampler(len(dataset)),
                 consumed_samples=consumed_samples,
                 num_workers=self.config.data.num_workers,
                 seed=self.config.training.seed,
@@ -116,6 +123,23 @@ class Run:
             )
             for stage in self.state.stages
         ]
+
+    def _sampler(self, total_samples: int) -> Sampler:
+        dp, micro_batch_size = self.runtime.ctx.dp, self.resolved.micro_batch_size
+        if self.config.data.dataloader_type == "cyclic":
+            return CyclicSampler(
+                total_samples=total_samples,
+                micro_batch_size=micro_batch_size,
+                data_parallel_rank=dp.rank,
+                data_parallel_size=dp.size,
+                data_sharding=self.config.data.data_sharding,
+            )
+        return SingleSampler(
+            total_samples=total_samples,
+            micro_batch_size=micro_batch_size,
+            data_parallel_rank=dp.rank,
+            data_parallel_size=dp.size,
+        )
 
     def _evaluation_is_due(self) -> bool:
         return self.state.iteration % self.config.evaluation.eval_interval == 0

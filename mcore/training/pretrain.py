@@ -25,6 +25,7 @@ from mcore.training.setup import (
     build_state,
     check_datasets,
     data_sizes,
+    follow_data_order,
 )
 from mcore.training.step import StepFunctions
 
@@ -151,6 +152,7 @@ def run(prepared: Prepared, launch: Launch, providers: Providers) -> TrainState:
             f"the checkpoint is of iteration {state.iteration}, beyond the {resolved.train_iters} "
             "iterations of this run; raise --train-iters"
         )
+    follow_data_order(state, datasets[0])
     log = RunLog(config, resolved, runtime, state.iteration)
     batch_sizes = batch_size_calculator(config, resolved.data_parallel_size)
     steps = StepFunctions(providers.forward_step, resolved, runtime, batch_sizes)

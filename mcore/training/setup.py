@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor, nn
 
 from mcore.config.run import Resolved, RunConfig
 from mcore.data.builder import Datasets
+from mcore.data.gpt_dataset import SampleDataset
+from mcore.data.stable_blend import StableBlend
 from mcore.distributed import (
     DataParallelModule,
     DistributedDataParallel,
@@ -83,6 +86,7 @@ class TrainState:
         consumed_train_samples: samples of the training stream that were used.
         skipped_iterations: steps whose update was left out since a gradient was not finite.
         unsettled: the last update, until `step.settle` has looked at it.
+        data_segments: weights and cursors of a stable blend so far (`StableBlend.restore`).
     """
 
     chunks: list[DataParallelModule]
@@ -93,6 +97,7 @@ class TrainState:
     consumed_train_samples: int = 0
     skipped_iterations: int = 0
     unsettled: UnsettledUpdate | None = None
+    data_segments: list[dict[str, Any]] = field(default_factory=list)
 
 
 def plan_stages(config: RunConfig, ctx: ParallelContext) -> list[Stage]:
@@ -172,6 +177,23 @@ def data_sizes(config: RunConfig, resolved: Resolved) -> tuple[int, int, int]:
     evaluations = resolved.train_iters // config.evaluation.eval_interval + 1
     train = config.training.train_samples or resolved.train_iters * batch
     return train, evaluations * iters * batch, iters * batch
+
+
+def follow_data_order(state: TrainState, train_set: SampleDataset | None) -> None:
+    """Let a stable blend go on where the checkpoint's stood, whatever its weights are now.
+
+    Raises:
+        ConfigError: the checkpoint is of a run in the stable order and this one is not.
+    """
+    if isinstance(train_set, StableBlend):
+        state.data_segments = train_set.restore(
+            state.data_segments, state.consumed_train_samples
+        )
+    elif state.data_segments:
+        raise ConfigError(
+            "the checkpoint is of a run with --data-order stable; continue it with that option, or "
+            "start from its weights with --finetune"
+        )
 
 
 def check_datasets(datasets: Datasets, sizes: tuple[int, int, int], config: RunConfig) -> None:

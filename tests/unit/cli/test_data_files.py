@@ -1,0 +1,138 @@
+"""`mcore data` on files: each result is read back and compared with plain lists."""
+
+import json
+
+import numpy as np
+import pytest
+
+from mcore.cli.main import main
+from mcore.data import IndexedDataset, IndexedDatasetBuilder
+from mcore.data.corpus_meta import read_meta
+from tests.unit.data.corpora import counting_corpus, write_corpus
+
+NULL = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "1000"]
+
+
+def documents(prefix):
+    data = IndexedDataset(str(prefix))
+    bounds = data.document_indices.tolist()
+    return [
+        [data[s].tolist() for s in range(a, b)] for a, b in zip(bounds, bounds[1:], strict=False)
+    ]
+
+
+@pytest.fixture
+def text(tmp_path):
+    source = tmp_path / "in.jsonl"
+    source.write_text("".join(json.dumps({"text": t}) + "\n" for t in ("1 2", "", "3 4 5", "6")))
+    words = ["--input", str(source), "--output-prefix", str(tmp_path / "t"), *NULL]
+    assert main(["data", "preprocess", *words, "--append-eod", "--workers", "1"]) == 0
+    return str(tmp_path / "t_text_document")
+
+
+def test_inspect(text, capsys):
+    assert main(["data", "inspect", text, "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (facts["documents"], facts["empty_documents"], facts["sequences"]) == (4, 1, 3)
+    assert (facts["tokens"], facts["bytes"], facts["highest_id"]) == (9, 18, 999)
+    assert facts["meta"]["eod_tokens"] == 3
+    assert main(["data", "inspect", text]) == 0
+    assert "tokens: 9" in capsys.readouterr().out
+
+
+def test_show(text, capsys):
+    words = ["--document", "2", "--count", "2", *NULL]
+    assert main(["data", "show", text, *words]) == 0
+    out = capsys.readouterr().out.splitlines()[-4:]
+    assert out == ["--- document 2: 4 tokens", "3 4 5 999", "--- document 3: 2 tokens", "6 999"]
+    assert main(["data", "show", text, "--document", "4", *NULL]) == 1
+    assert "which has 0 to 3" in capsys.readouterr().err
+
+
+def test_merge(text, tmp_path, capsys):
+    out = str(tmp_path / "new" / "merged")
+    assert main(["data", "merge", text, text, "--output-prefix", out]) == 0
+    assert documents(out) == documents(text) * 2
+    assert read_meta(out).tokens == 18
+    wide = write_corpus(tmp_path / "wide", [[1]], np.int32)
+    assert main(["data", "merge", text, wide, "--output-prefix", out]) == 1
+    assert "int32" in capsys.readouterr().err
+    assert main(["data", "merge", text, "--output-prefix", text]) == 1
+
+
+def test_split_is_that_of_training(tmp_path):
+    prefix = counting_corpus(tmp_path / "c", [3, 1, 4, 1, 5, 9, 2, 6, 5, 3])
+    assert main(["data", "split", prefix, "--split", "60,40,0", "--output-prefix", prefix]) == 0
+    parts = [documents(f"{prefix}_{name}") for name in ("train", "valid")]
+    assert parts[0] + parts[1] == documents(prefix)
+    assert len(parts[0]) == 6
+    assert not (tmp_path / "c_test.idx").exists()
+
+
+def test_split_inside_a_document_and_its_note(tmp_path, text):
+    with IndexedDatasetBuilder(str(tmp_path / "d.bin"), np.uint16) as builder:
+        builder.add_document(np.arange(6), [2, 2, 2])
+        builder.end_document()
+        builder.add_document(np.arange(4), [4])
+        builder.finalize(str(tmp_path / "d.idx"))
+    prefix = str(tmp_path / "d")
+    assert main(["data", "split", prefix, "--split", "50,50,0", "--output-prefix", prefix]) == 0
+    assert documents(f"{prefix}_train") == [[[0, 1], [2, 3]]]
+    assert documents(f"{prefix}_valid") == [[[4, 5]], [], [[0, 1, 2, 3]]]
+    assert main(["data", "split", text, "--split", "1,2,0", "--output-prefix", text]) == 0
+    metas = [read_meta(f"{text}_{name}") for name in ("train", "valid")]
+    assert [meta.tokens for meta in metas] == [3, 6]
+    assert [meta.eod_tokens for meta in metas] == [1, 2]
+    assert [meta.documents for meta in metas] == [
+        len(documents(f"{text}_{name}")) for name in ("train", "valid")
+    ]
+
+
+@pytest.mark.parametrize(
+    "order", [[], ["--data-order", "stable"], ["--dataloader-type", "cyclic"]], ids=str
+)
+def test_provenance_names_the_tokens_of_the_batch(tmp_path, capsys, order):
+    """What the loader reads at an iteration is what the printed pieces hold."""
+    from mcore.config.data import DataConfig
+    from mcore.data.builder import build_train_valid_test_datasets
+    from mcore.data.cyclic_sampler import CyclicSampler
+
+    prefix = counting_corpus(tmp_path / "c", [7, 30, 11, 5, 64, 23])
+    data = ["--data-path", prefix, "--split", "100,0,0", *order]
+    batch = ["--iteration", "3", "--seq-length", "8", "--train-samples", "60"]
+    ramp = ["--global-batch-size", "8", "--rampup-batch-size", "4", "4", "16"]
+    assert main(["data", "provenance", *batch, *ramp, *data, "--json"]) == 0
+    samples = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    # Batches of 4 up to sample 16: the third one is samples 8 to 11.
+    assert [sample["sample"] for sample in samples] == [8, 9, 10, 11]
+    kind = dict(zip((o[2:].replace("-", "_") for o in order[::2]), order[1::2], strict=True))
+    dataset = build_train_valid_test_datasets(
+        DataConfig(data_path=(prefix,), split="100,0,0", **kind),
+        sizes=(60, 0, 0),
+        seq_length=8,
+        seed=1234,
+        eod_id=0,
+    )[0]
+    corpus = [sequence for document in documents(prefix) for sequence in document]
+    for sample in samples:
+        number = sample["sample"]
+        if "cyclic" in order:
+            sampler = CyclicSampler(total_samples=len(dataset), micro_batch_size=1)
+            (number,) = sampler.microbatch(number)
+        read = [
+            token
+            for piece in sample["pieces"]
+            for token in corpus[piece["document"]][piece["offset"] :][: piece["length"]]
+        ]
+        row = dataset[number]
+        assert read == [*row["tokens"].tolist(), row["labels"].tolist()[-1]]
+
+
+def test_provenance_beyond_the_run(tmp_path, capsys):
+    prefix = counting_corpus(tmp_path / "c", [90])
+    words = ["--data-path", prefix, "--split", "1,0,0", "--seq-length", "8", "--train-iters", "3"]
+    words += ["--global-batch-size", "2"]
+    assert main(["data", "provenance", "--iteration", "4", *words]) == 1
+    assert "beyond the run of 6 samples" in capsys.readouterr().err
+    assert main(["data", "provenance", "--iteration", "3", *words]) == 0
+    assert "document 0 tokens [" in capsys.readouterr().out
