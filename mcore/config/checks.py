@@ -12,6 +12,7 @@ from mcore.config.command_line import spelled_as_flags
 from mcore.config.run import RunConfig
 from mcore.errors import ConfigError, TopologyError
 from mcore.num_microbatches_calculator import parse_step_schedule
+from mcore.topology.placement import StagePlacement
 from mcore.topology.rank_layout import data_parallel_size
 
 Check = Callable[[RunConfig, int], str | None]
@@ -166,29 +167,43 @@ def _context_parallel(config: RunConfig, world_size: int) -> str | None:
 
 def _virtual(config: RunConfig, world_size: int) -> str | None:
     del world_size
-    vpp, pp = (
-        config.model.virtual_pipeline_model_parallel_size,
-        config.model.pipeline_model_parallel_size,
-    )
-    if vpp is None or pp > 1:
+    try:
+        chunks = config.pipeline.num_chunks(config.model)
+    except ConfigError as error:
+        return str(error)
+    if chunks is None or chunks == 1 or config.model.pipeline_model_parallel_size > 1:
         return None
     return (
-        f"--num-virtual-stages-per-pipeline-rank ({vpp}) needs a --pipeline-model-parallel-size of "
-        "at least 2; drop it or raise the pipeline size"
+        f"{chunks} virtual stages a rank (--num-virtual-stages-per-pipeline-rank and the like) "
+        "need a --pipeline-model-parallel-size of at least 2; drop them or raise the pipeline size"
     )
 
 
 def _layers(config: RunConfig, world_size: int) -> str | None:
     del world_size
-    model = config.model
-    stages = model.pipeline_model_parallel_size * (model.virtual_pipeline_model_parallel_size or 1)
-    if model.num_layers % stages == 0:
+    schedule, pp = config.pipeline.pipeline_schedule, config.model.pipeline_model_parallel_size
+    if schedule is not None and schedule.startswith("file:"):
+        return None  # where the stages live is in the file, which the training floor reads
+    try:
+        chunks = config.pipeline.num_chunks(config.model)
+        placement = StagePlacement.usual(pp, chunks or 1)
+        if schedule == "zb-v" and pp > 1:
+            placement = StagePlacement.v(pp)
+        config.pipeline.split(config.model, placement, (0.0, 0.0))
+    except ConfigError as error:
+        return None if str(error) == _virtual(config, 0) else str(error)
+    return None
+
+
+def _weight_gradients(config: RunConfig, world_size: int) -> str | None:
+    del world_size
+    schedule = config.pipeline.pipeline_schedule or ""
+    if not schedule.startswith("zb-") or config.ddp.sharding_stage < 2:
         return None
-    low = model.num_layers // stages * stages
-    nearest = ", ".join(str(n) for n in (low, low + stages) if n)
     return (
-        f"--num-layers ({model.num_layers}) must be divisible by the {stages} pipeline stages; "
-        f"nearest: {nearest}"
+        f"--pipeline-schedule {schedule} computes weight gradients after the backward, where the "
+        "sharding strategies optim_grads and optim_grads_params do not see them; use optim or "
+        "no_shard, or another schedule"
     )
 
 
@@ -242,6 +257,7 @@ CHECKS: tuple[Check, ...] = (
     _context_parallel,
     _virtual,
     _layers,
+    _weight_gradients,
     _data,
     _tokenizer,
     _precision,

@@ -18,6 +18,7 @@ from mcore.config.fields import flag_of
 from mcore.config.gpt import GPTConfig
 from mcore.config.logging import LoggingConfig
 from mcore.config.optimizer import OptimizerConfig, SchedulerConfig
+from mcore.config.pipeline import PipelineConfig
 from mcore.config.tokenizer import TokenizerConfig
 from mcore.config.training import EvaluationConfig, RuntimeConfig, TrainingConfig
 from mcore.config.transformer import TransformerConfig
@@ -38,6 +39,7 @@ class RunConfig:
     """The configuration tree of one run; plain data, read by the training floor only."""
 
     model: TransformerConfig
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     gpt: GPTConfig = field(default_factory=GPTConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     data: DataConfig = field(default_factory=DataConfig)

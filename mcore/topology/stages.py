@@ -9,6 +9,7 @@ from __future__ import annotations
 from itertools import accumulate
 
 from mcore.errors import ConfigError
+from mcore.topology.placement import StagePlacement
 
 
 def split_layers(
@@ -57,6 +58,46 @@ def split_layers(
     assert sum(counts) == num_layers
     assert len(counts) == pp * num_chunks
     return counts
+
+
+def balanced_split(
+    num_layers: int, placement: StagePlacement, embedding_cost: float, loss_cost: float
+) -> tuple[int, ...]:
+    """The split whose most loaded rank, and then stage, has the least to do.
+
+    Args:
+        num_layers: layers of the whole model.
+        placement: where the stages live.
+        embedding_cost: cost of the embedding, in layers.
+        loss_cost: cost of the output layer and loss, in layers.
+
+    Returns:
+        The number of layers of each global stage.
+
+    Raises:
+        ConfigError: fewer layers than stages between the first and the last.
+    """
+    stages = placement.num_stages
+    load = [0.0] * stages
+    load[0] += embedding_cost
+    load[-1] += loss_cost
+    counts = [0] * stages
+    if num_layers < stages - 2:
+        raise ConfigError(
+            f"num_layers ({num_layers}) cannot be balanced over {stages} stages: use fewer stages"
+        )
+    for stage in range(1, stages - 1):  # a stage in the middle without a layer would be a waste
+        counts[stage] += 1
+        load[stage] += 1.0
+    for _ in range(num_layers - sum(counts)):
+        of_rank = [0.0] * placement.num_ranks
+        for location, cost in zip(placement.locations, load, strict=True):
+            of_rank[location.rank] += cost
+        ranks = [location.rank for location in placement.locations]
+        chosen = min(range(stages), key=lambda stage: (of_rank[ranks[stage]], load[stage], stage))
+        counts[chosen] += 1
+        load[chosen] += 1.0
+    return tuple(counts)
 
 
 def stage_layers(split: tuple[int, ...], stage: int) -> range:

@@ -16,9 +16,10 @@ from mcore import parallel_state
 from mcore.config.run import RunConfig
 from mcore.device import backend_name, pick_device
 from mcore.errors import ConfigError
-from mcore.log import configure, get_logger
+from mcore.log import configure, get_logger, warn_ignored
 from mcore.tensor_parallel.random import model_parallel_cuda_manual_seed
 from mcore.topology.context import ParallelContext
+from mcore.training.pipeline_plan import PipelinePlan, plan_pipeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +45,13 @@ class Runtime:
         ctx: parallel groups.
         device: where its tensors live.
         owns_world: this run initialised torch.distributed and ends it.
+        pipeline: schedule and stage placement.
     """
 
     ctx: ParallelContext
     device: torch.device
     owns_world: bool
+    pipeline: PipelinePlan
 
     @property
     def is_writer(self) -> bool:
@@ -93,13 +96,14 @@ def initialize(config: RunConfig, launch: Launch) -> Runtime:
     owns_world = launch.world_size > 1 and not dist.is_initialized()
     if owns_world:
         dist.init_process_group(backend, timeout=timedelta(minutes=minutes))
-    model = config.model
+    model, pipeline = config.model, plan_pipeline(config)
     ctx = parallel_state.initialize_model_parallel(
         model.tensor_model_parallel_size,
         model.pipeline_model_parallel_size,
-        model.virtual_pipeline_model_parallel_size,
+        pipeline.virtual_size,
         context_parallel_size=model.context_parallel_size,
         order=model.order,
+        stage_placement=pipeline.placement,
         distributed_timeout_minutes=minutes,
     )
     seed_everything(config.training.seed, ctx)
@@ -112,7 +116,11 @@ def initialize(config: RunConfig, launch: Launch) -> Runtime:
         ctx.pp.size,
         ctx.dp.size,
     )
-    return Runtime(ctx, device, owns_world)
+    if ctx.pp.size > 1:
+        get_logger().info("pipeline schedule: %s", pipeline.schedule.name)
+    elif config.pipeline.pipeline_schedule is not None:
+        warn_ignored("--pipeline-schedule", "there is one pipeline rank")
+    return Runtime(ctx, device, owns_world, pipeline)
 
 
 def seed_everything(seed: int, ctx: ParallelContext) -> None:

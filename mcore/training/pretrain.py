@@ -18,6 +18,7 @@ from mcore.training.arguments import Arguments, ExtraArguments, build_config, ov
 from mcore.training.initialize import Launch, finish, initialize, leave_now, read_launch
 from mcore.training.logging import RunLog
 from mcore.training.loop import Run
+from mcore.training.pipeline_plan import plan_pipeline, plan_split, prove_pipeline
 from mcore.training.setup import (
     DatasetsProvider,
     ModelProvider,
@@ -114,6 +115,9 @@ def prepare(arguments: Arguments, launch: Launch) -> Prepared:
         notes += overrides(arguments, options)
     config = build_config(arguments, options)
     check(config, launch.world_size)
+    pipeline = plan_pipeline(config)
+    plan_split(config, pipeline)
+    prove_pipeline(pipeline, resolve(config, launch.world_size).num_microbatches)
     return Prepared(config, tuple(notes), checkpointing.check_directories(config))
 
 

@@ -29,9 +29,9 @@ from mcore.optimizer import (
 )
 from mcore.topology.collectives import all_gather_object
 from mcore.topology.context import ParallelContext
-from mcore.topology.placement import StagePlacement
-from mcore.topology.stages import split_layers, stage_layers
+from mcore.topology.stages import stage_layers
 from mcore.training.initialize import Runtime
+from mcore.training.pipeline_plan import PipelinePlan, plan_split
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,19 +100,19 @@ class TrainState:
     data_segments: list[dict[str, Any]] = field(default_factory=list)
 
 
-def plan_stages(config: RunConfig, ctx: ParallelContext) -> list[Stage]:
+def plan_stages(config: RunConfig, ctx: ParallelContext, pipeline: PipelinePlan) -> list[Stage]:
     """Which part of the model each chunk of this rank is."""
-    vpp = config.model.virtual_pipeline_model_parallel_size
-    placement = StagePlacement.usual(ctx.pp.size, vpp or 1)
-    split = split_layers(config.model.num_layers, ctx.pp.size, vpp or 1)
+    placement, rank = pipeline.placement, ctx.pp.rank
+    split = plan_split(config, pipeline)
+    get_logger().info("layers of each stage: %s", " ".join(map(str, split)))
     return [
         Stage(
-            pre_process=placement.is_first_stage(ctx.pp.rank, chunk),
-            post_process=placement.is_last_stage(ctx.pp.rank, chunk),
-            layers=stage_layers(split, placement.stage(ctx.pp.rank, chunk)),
-            vp_stage=None if vpp is None else chunk,
+            pre_process=placement.is_first_stage(rank, chunk),
+            post_process=placement.is_last_stage(rank, chunk),
+            layers=stage_layers(split, placement.stage(rank, chunk)),
+            vp_stage=None if pipeline.virtual_size is None else chunk,
         )
-        for chunk in range(vpp or 1)
+        for chunk in range(placement.num_chunks)
     ]
 
 
@@ -123,7 +123,7 @@ def build_state(
 
     Comm: counting parameters gathers one number per rank.
     """
-    stages = plan_stages(config, runtime.ctx)
+    stages = plan_stages(config, runtime.ctx, runtime.pipeline)
     chunks = wrap_chunks(
         config, runtime.ctx, [model_provider(config, stage).to(runtime.device) for stage in stages]
     )
@@ -186,9 +186,7 @@ def follow_data_order(state: TrainState, train_set: SampleDataset | None) -> Non
         ConfigError: the checkpoint is of a run in the stable order and this one is not.
     """
     if isinstance(train_set, StableBlend):
-        state.data_segments = train_set.restore(
-            state.data_segments, state.consumed_train_samples
-        )
+        state.data_segments = train_set.restore(state.data_segments, state.consumed_train_samples)
     elif state.data_segments:
         raise ConfigError(
             "the checkpoint is of a run with --data-order stable; continue it with that option, or "

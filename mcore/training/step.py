@@ -74,7 +74,7 @@ class StepFunctions:
         self._forward_step = forward_step
         self._resolved = resolved
         self._runtime = runtime
-        self._schedule = get_forward_backward_func()
+        self._schedule = get_forward_backward_func(schedule=runtime.pipeline.schedule)
         # Dividing before backward keeps low-precision gradients in range; finalize multiplies back.
         self._denominator = float(resolved.global_batch_size * resolved.seq_length)
 

@@ -17,8 +17,13 @@ ROOT = Path(__file__).parents[2]
 #: Packages and modules by floor; those of one floor are siblings.
 FLOORS = [
     {"mcore.errors", "mcore.log", "mcore.device", "mcore.version", "mcore.kernels"},
-    # The layout of ranks is plain integers, which options are checked against.
-    {"mcore.topology.rank_layout"},
+    # The layouts of ranks and stages are plain integers, which options are checked against.
+    {
+        "mcore.topology.rank_layout",
+        "mcore.topology.placement",
+        "mcore.topology.stage_layout",
+        "mcore.topology.stages",
+    },
     {"mcore.config", "mcore.num_microbatches_calculator"},
     {"mcore.topology"},
     {"mcore.parallel_state"},
@@ -30,7 +35,7 @@ FLOORS = [
 ]
 #: Siblings that may use each other all the same: the small modules at the bottom, what composes the
 #: rest at the top, and conversion and generation, which need a model set up as training does.
-FREE_FLOORS = {0, 2, 8, 9}
+FREE_FLOORS = {0, 1, 2, 8, 9}
 
 #: Tighter than the floors: what these packages may not import although it lies below them.
 FORBIDDEN = {
