@@ -33,6 +33,10 @@ class CheckpointError(McoreError, RuntimeError):
     """A checkpoint that is absent, damaged, incomplete or does not fit the model."""
 
 
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint whose files are not what was written: an older one may still be good."""
+
+
 class DataError(McoreError, ValueError):
     """A data file or data option that cannot be used."""
 

@@ -1,5 +1,7 @@
 """Checkpoints that every layout can save and any other can load. See docs/checkpoint_format.md."""
 
+from mcore.checkpoint.aftercare import Aftercare
+from mcore.checkpoint.async_saver import AsyncSaver
 from mcore.checkpoint.canonical import Difference, differences, dump
 from mcore.checkpoint.commit import (
     complete_iterations,
@@ -7,9 +9,15 @@ from mcore.checkpoint.commit import (
     latest_iteration,
     unfinished_iterations,
 )
+from mcore.checkpoint.fallback import candidates, first_good
 from mcore.checkpoint.loader import LoadResult, load
 from mcore.checkpoint.rank_local import RankLocal
-from mcore.checkpoint.reader import CheckpointReader, read_common, read_tensors
+from mcore.checkpoint.reader import (
+    CheckpointReader,
+    read_common,
+    read_common_together,
+    read_tensors,
+)
 from mcore.checkpoint.retention import Retention
 from mcore.checkpoint.saver import save
 from mcore.checkpoint.sharded_tensor import (
@@ -21,6 +29,8 @@ from mcore.checkpoint.sharded_tensor import (
 from mcore.checkpoint.verify import leftovers, verify
 
 __all__ = [
+    "Aftercare",
+    "AsyncSaver",
     "CheckpointReader",
     "Difference",
     "LoadResult",
@@ -28,14 +38,17 @@ __all__ = [
     "Rectangle",
     "Retention",
     "ShardedTensor",
+    "candidates",
     "complete_iterations",
     "differences",
     "dump",
     "find_checkpoint",
+    "first_good",
     "latest_iteration",
     "leftovers",
     "load",
     "read_common",
+    "read_common_together",
     "read_tensors",
     "save",
     "sharded_parameter",

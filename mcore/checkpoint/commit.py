@@ -12,7 +12,7 @@ import re
 from collections.abc import Collection
 from pathlib import Path
 
-from mcore.errors import CheckpointError
+from mcore.errors import CheckpointError, DamagedCheckpointError
 
 METADATA_NAME = "metadata.json"
 POINTER_NAME = "latest_checkpointed_iteration.txt"
@@ -61,9 +61,9 @@ def latest_iteration(root: str | os.PathLike[str]) -> int | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
-        raise CheckpointError(f"cannot read {pointer}: {error}") from error
+        raise DamagedCheckpointError(f"cannot read {pointer}: {error}") from error
     if not re.fullmatch(rb"\s*[0-9]{1,18}\s*", text):
-        raise CheckpointError(
+        raise DamagedCheckpointError(
             f"{pointer} holds {text[:40]!r}, not an iteration number; {_remedy(root)}"
         )
     return int(text)
@@ -100,7 +100,7 @@ def find_checkpoint(path: str | os.PathLike[str], iteration: int | None = None) 
     directory = iteration_directory(root, wanted)
     if not (directory / METADATA_NAME).is_file():
         source = f"{root / POINTER_NAME} names" if iteration is None else "the load asks for"
-        raise CheckpointError(
+        raise DamagedCheckpointError(
             f"{source} iteration {wanted}, but {directory} has no {METADATA_NAME}: it is absent or "
             f"was never completed; {_remedy(root)}"
         )

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from mcore.errors import CheckpointError
+from mcore.errors import CheckpointError, DamagedCheckpointError
 from mcore.version import __version__
 
 FORMAT = "mcore-checkpoint"
@@ -158,17 +158,18 @@ def decode_metadata(data: bytes, where: str) -> CheckpointMetadata:
         where: its path, for messages.
 
     Raises:
-        CheckpointError: damaged, of another format or version, or it contradicts itself.
+        DamagedCheckpointError: damaged, of another format, or it contradicts itself.
+        CheckpointError: of another version.
     """
     head, found, tail = data.rpartition(_CHECKSUM)
     if not found or tail != hashlib.sha256(head).hexdigest().encode() + b'"}\n':
-        raise CheckpointError(
+        raise DamagedCheckpointError(
             f"{where} is damaged or not of mcore: its checksum does not fit its content"
         )
     try:
         body = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{where} is not valid JSON: {error}") from error
+        raise DamagedCheckpointError(f"{where} is not valid JSON: {error}") from error
     return _Decoder(where).metadata(body)
 
 
@@ -179,15 +180,15 @@ class _Decoder:
         self._where = where
 
     def fail(self, problem: str) -> NoReturn:
-        raise CheckpointError(f"{self._where}: {problem}")
+        raise DamagedCheckpointError(f"{self._where}: {problem}")
 
     def metadata(self, body: Any) -> CheckpointMetadata:
         if not isinstance(body, dict) or body.get("format") != FORMAT:
             self.fail(f"not a checkpoint of mcore: 'format' is not {FORMAT!r}")
         if body.get("version") != VERSION:
-            self.fail(
-                f"format version is {body.get('version')!r}, this mcore reads {VERSION}; load it "
-                f"with the version that wrote it ({body.get('written_by')})"
+            raise CheckpointError(
+                f"{self._where}: format version is {body.get('version')!r}, this mcore reads "
+                f"{VERSION}; load it with the version that wrote it ({body.get('written_by')})"
             )
         layout = body.get("layout")
         files = {

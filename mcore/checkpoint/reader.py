@@ -8,25 +8,29 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from mcore.checkpoint.commit import METADATA_NAME, find_checkpoint
 from mcore.checkpoint.metadata import CheckpointMetadata, decode_metadata
 from mcore.checkpoint.shard_file import ShardReader
-from mcore.errors import CheckpointError
+from mcore.checkpoint.together import process_group, run_together
+from mcore.errors import CheckpointError, DamagedCheckpointError
+from mcore.topology.group import Group
 
 
 def read_metadata(directory: Path) -> CheckpointMetadata:
     """The checked metadata of the checkpoint in a directory.
 
     Raises:
-        CheckpointError: it is absent or damaged.
+        DamagedCheckpointError: it is absent or damaged.
+        CheckpointError: it is of another format version.
     """
     path = directory / METADATA_NAME
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+        raise DamagedCheckpointError(f"cannot read {path}: {error.strerror}") from error
     return decode_metadata(data, str(path))
 
 
@@ -81,6 +85,23 @@ class CheckpointReader:
 def read_common(path: str | os.PathLike[str], iteration: int | None = None) -> dict[str, Any]:
     """The JSON state of a checkpoint; arguments and errors as those of `CheckpointReader`."""
     return CheckpointReader(path, iteration).common
+
+
+def read_common_together(
+    path: str | os.PathLike[str], group: Group | dist.ProcessGroup | None = None
+) -> dict[str, Any]:
+    """The JSON state of a checkpoint, as its first rank reads it. Collective.
+
+    Args:
+        path: save root, or the directory of one iteration.
+        group: ranks that read together; None = all ranks of the job, or this process alone.
+
+    Comm: one gather over the group.
+
+    Raises:
+        CheckpointError: on every rank, when it fails on one.
+    """
+    return run_together(process_group(group), lambda: read_common(path))[0]
 
 
 def read_tensors(

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from mcore.checkpoint.metadata import DTYPE_NAMES, ChunkRecord, FileRecord
-from mcore.errors import CheckpointError
+from mcore.errors import DamagedCheckpointError
 
 # Chunks that wait for the hashing thread; bounds the host memory that a save from a GPU takes.
 _IN_FLIGHT = 4
@@ -164,7 +164,7 @@ class ShardReader:
         """Look whether the files are as large as recorded, before memory is taken for them.
 
         Raises:
-            CheckpointError: a file is absent or has another size.
+            DamagedCheckpointError: a file is absent or has another size.
         """
         for name in {chunk.file for chunk in chunks}:
             with self._open(name):
@@ -177,7 +177,7 @@ class ShardReader:
             Each box with its bytes, a 1-D uint8 tensor that is valid until the next is asked for.
 
         Raises:
-            CheckpointError: a file is absent, has another size or other bytes than recorded.
+            DamagedCheckpointError: a file is absent, has another size or other bytes than recorded.
         """
         ordered = sorted(chunks, key=lambda chunk: (chunk.file, chunk.start))
         with ThreadPoolExecutor(_READERS) as executor:
@@ -207,13 +207,13 @@ class ShardReader:
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
         except OSError as error:
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"cannot open {path}, a part of the checkpoint: {error.strerror}"
             ) from error
         try:
             found, wanted = os.fstat(descriptor).st_size, self._files[name].nbytes
             if found != wanted:
-                raise CheckpointError(
+                raise DamagedCheckpointError(
                     f"{path} is damaged: it has {found} bytes, {wanted} were written"
                 )
             yield descriptor
@@ -231,12 +231,12 @@ class ShardReader:
             try:
                 count = os.preadv(descriptor, [view[done:]], chunk.start + done)
             except OSError as error:
-                raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+                raise DamagedCheckpointError(f"cannot read {path}: {error.strerror}") from error
             if count == 0:
-                raise CheckpointError(f"{path} is damaged: it ends inside {chunk.name}")
+                raise DamagedCheckpointError(f"{path} is damaged: it ends inside {chunk.name}")
             done += count
         if zlib.crc32(view) != chunk.crc32:
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"{path} is damaged: the bytes of {chunk.name} do not fit their checksum"
             )
         return data

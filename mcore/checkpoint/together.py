@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from mcore.errors import CheckpointError, McoreError
+from mcore.errors import CheckpointError, DamagedCheckpointError, McoreError
 from mcore.topology.group import Group
 
 T = TypeVar("T")
@@ -48,23 +48,26 @@ def run_together(group: dist.ProcessGroup | None, action: Callable[[], T]) -> li
     Comm: one all-gather of the pickled results.
 
     Raises:
-        CheckpointError: the action failed somewhere; the message names the ranks.
+        CheckpointError: the action failed somewhere; the message names the ranks. It is a
+            `DamagedCheckpointError` where some rank saw damage.
     """
     result: T | None = None
-    failure: str | None = None
+    failure: tuple[bool, str] | None = None
     try:
         result = action()
     except _FORESEEN as error:
         if group is None:
             raise as_checkpoint_error(error) from error
-        failure = describe(error)
+        failure = (isinstance(error, DamagedCheckpointError), describe(error))
     if group is None:
         return [result]  # type: ignore[list-item]
-    gathered: list[tuple[T, str | None]] = [None] * dist.get_world_size(group)  # type: ignore[list-item]
+    gathered: list[tuple[T, tuple[bool, str] | None]] = [None] * dist.get_world_size(group)  # type: ignore[list-item]
     dist.all_gather_object(gathered, (result, failure), group=group)
-    failures = {rank: text for rank, (_, text) in enumerate(gathered) if text is not None}
+    failures = {rank: failed for rank, (_, failed) in enumerate(gathered) if failed is not None}
     if failures:
-        raise CheckpointError(_join(failures))
+        damaged = any(is_damage for is_damage, _ in failures.values())
+        kind = DamagedCheckpointError if damaged else CheckpointError
+        raise kind(_join({rank: text for rank, (_, text) in failures.items()}))
     return [value for value, _ in gathered]
 
 
@@ -80,9 +83,10 @@ def as_checkpoint_error(error: BaseException) -> CheckpointError:
     if isinstance(error, CheckpointError):
         return error
     if isinstance(error, CheckpointException):
-        return CheckpointError(
-            _join({rank: describe(cause) for rank, (cause, _) in error.failures.items()})
-        )
+        causes = {rank: cause for rank, (cause, _) in error.failures.items()}
+        damaged = any(isinstance(cause, DamagedCheckpointError) for cause in causes.values())
+        kind = DamagedCheckpointError if damaged else CheckpointError
+        return kind(_join({rank: describe(cause) for rank, cause in causes.items()}))
     return CheckpointError(describe(error))
 
 

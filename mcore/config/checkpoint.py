@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
-from mcore.config.fields import flag
+from mcore.config.fields import choose, flag
 from mcore.errors import ConfigError
 
 
@@ -18,6 +19,28 @@ class CheckpointConfig:
 
     save: str | None = flag(None, metavar="DIR", help="Save root of checkpoints.")
     save_interval: int | None = flag(None, help="Iterations between checkpoints; needs --save.")
+    async_save: bool = flag(
+        False,
+        help="Copy the state and go on training while a thread writes it. A save that comes before "
+        "the last one is written waits for it; so does the end of the run.",
+    )
+    keep_latest: int | None = flag(
+        None, help="After a save, delete all but the newest N checkpoints."
+    )
+    keep_every: int | None = flag(
+        None,
+        help="With --keep-latest: never delete checkpoints of iterations that are multiples of N.",
+    )
+    save_retain_interval: int | None = flag(
+        None,
+        help="After a save, delete the checkpoint before it unless its iteration is a multiple of "
+        "N; the same as --keep-latest 1 --keep-every N.",
+    )
+    verify_saved_checkpoint: bool = flag(
+        False,
+        help="Read back every checkpoint in the background; damage ends the run, and the pointer "
+        "goes back to the checkpoint before.",
+    )
     load: str | None = flag(
         None,
         metavar="DIR",
@@ -27,6 +50,11 @@ class CheckpointConfig:
     )
     ckpt_step: int | None = flag(
         None, help="Iteration to load instead of the one that the pointer file names."
+    )
+    on_damaged_checkpoint: Literal["fallback", "error"] = flag(
+        "fallback",
+        help="When the newest checkpoint is damaged or was never finished: use the one before, or "
+        "stop.",
     )
     finetune: bool = flag(
         False,
@@ -52,6 +80,34 @@ class CheckpointConfig:
             raise ConfigError("save_interval needs save: give --save DIR")
         if self.save_interval is not None and self.save_interval < 1:
             raise ConfigError(f"save_interval is {self.save_interval}; use a number from 1 up")
+        try:
+            choose(self.on_damaged_checkpoint, ("fallback", "error"), "on_damaged_checkpoint")
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        self._check_retention()
+        for name in ("async_save", "verify_saved_checkpoint", "keep_latest"):
+            if getattr(self, name) and self.save is None:
+                raise ConfigError(f"{name} needs save: give --save DIR")
         for name in ("finetune", "use_checkpoint_args", "ckpt_step", "exit_on_missing_checkpoint"):
             if getattr(self, name) not in (None, False) and self.load is None:
                 raise ConfigError(f"{name} needs load: give --load DIR")
+
+    def _check_retention(self) -> None:
+        for name in ("keep_latest", "keep_every", "save_retain_interval"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}; use a number from 1 up")
+        if self.keep_every is not None and self.keep_latest is None:
+            raise ConfigError(
+                "keep_every needs keep_latest: without it no checkpoint is ever deleted"
+            )
+        retain = self.save_retain_interval
+        if retain is None:
+            return
+        if self.keep_latest is not None:
+            raise ConfigError("save_retain_interval and keep_latest exclude each other; drop one")
+        if self.save_interval is None or retain % self.save_interval:
+            raise ConfigError(
+                f"save_retain_interval ({retain}) must be a multiple of save_interval "
+                f"({self.save_interval})"
+            )

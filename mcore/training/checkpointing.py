@@ -15,21 +15,23 @@ from mcore import checkpoint, device
 from mcore.checkpoint import RankLocal, ShardedTensor, sharded_parameter
 from mcore.config.run import RunConfig
 from mcore.distributed import ParamPart
-from mcore.errors import CheckpointError
+from mcore.errors import CheckpointError, DamagedCheckpointError
 from mcore.log import get_logger
 from mcore.tensor_parallel.random import get_cuda_rng_tracker
 from mcore.topology.context import ParallelContext
+from mcore.training.checkpoint_writer import CheckpointWriter
 from mcore.training.setup import TrainState
 
 _TRACKER_PREFIX = "tracker."
 
 
-def save(state: TrainState, config: RunConfig, ctx: ParallelContext) -> None:
+def save(
+    state: TrainState, config: RunConfig, ctx: ParallelContext, writer: CheckpointWriter
+) -> None:
     """Write everything that the run needs to go on, as `SAVE/iter_N` and the pointer to it.
 
-    Comm: see `mcore.checkpoint.save`; every rank has to call it.
+    Comm: see `CheckpointWriter.write`; every rank has to call it.
     """
-    assert config.checkpoint.save is not None
     with_optimizer = config.checkpoint.save_optim
     tensors = _model_tensors(state, for_save=True, with_optimizer=with_optimizer)
     if with_optimizer:
@@ -51,19 +53,31 @@ def save(state: TrainState, config: RunConfig, ctx: ParallelContext) -> None:
     rank_local = None
     if config.checkpoint.save_rng:
         rank_local = RankLocal(ctx.rank, _layout(ctx), _random_states())
-    path = checkpoint.save(
-        config.checkpoint.save, state.iteration, tensors, common, rank_local=rank_local
-    )
-    get_logger().info("saved checkpoint of iteration %d to %s", state.iteration, path)
+    writer.write(state.iteration, tensors, common, rank_local)
 
 
-def stored_model_options(config_load: str, step: int | None) -> dict[str, Any]:
-    """The model's options in a checkpoint, by option name.
+def stored_model_options(
+    config_load: str, step: int | None, *, fall_back: bool = True
+) -> dict[str, Any]:
+    """The model's options in the checkpoint that a run would start from, by option name.
+
+    Args:
+        config_load: save root, or one iteration's directory.
+        step: iteration; None = the pointer decides.
+        fall_back: use the one before a damaged one.
 
     Raises:
         CheckpointError: there is no such checkpoint, or it does not describe its model.
     """
-    common = checkpoint.read_common(config_load, step)
+    found = checkpoint.candidates(config_load, step)[0] if fall_back else [Path(config_load)]
+    for directory in found[:-1]:
+        try:
+            common = checkpoint.read_common(directory)
+            break
+        except DamagedCheckpointError:  # told when the run loads it
+            continue
+    else:
+        common = checkpoint.read_common(found[-1], None if fall_back else step)
     options = common.get("model")
     if not isinstance(options, dict):
         raise CheckpointError(
@@ -114,7 +128,8 @@ def _holds_any(root: str) -> bool:
     if not path.is_dir():
         return False
     pointer = path / "latest_checkpointed_iteration.txt"
-    return pointer.exists() or any(path.glob("iter_*")) or (path / "metadata.json").exists()
+    complete = checkpoint.complete_iterations(path)  # unfinished ones are of a first save that died
+    return pointer.exists() or bool(complete) or (path / "metadata.json").exists()
 
 
 def _same(first: str | None, second: str | None) -> bool:
@@ -129,16 +144,27 @@ def load(state: TrainState, config: RunConfig, ctx: ParallelContext) -> None:
     Comm: see `mcore.checkpoint.load`; every rank has to call it.
 
     Raises:
-        CheckpointError: the checkpoint is absent, damaged or does not fit.
+        CheckpointError: the checkpoint is absent or does not fit, or it is damaged and there is no
+            good one before it.
     """
     options = config.checkpoint
     assert options.load is not None
-    common = checkpoint.read_common(options.load, options.ckpt_step)
+    checkpoint.first_good(
+        options.load,
+        lambda directory: _load_from(directory, state, config, ctx),
+        iteration=options.ckpt_step,
+        fall_back=options.on_damaged_checkpoint == "fallback",
+    )
+
+
+def _load_from(directory: Path, state: TrainState, config: RunConfig, ctx: ParallelContext) -> None:
+    options = config.checkpoint
+    common = checkpoint.read_common_together(directory)
     _check_model(common, config)
     with_optimizer = options.load_optim and not options.finetune
     if with_optimizer and "optimizer" not in common:
         raise CheckpointError(
-            f"the checkpoint in {options.load} holds no optimizer state; use --finetune to start a "
+            f"the checkpoint {directory} holds no optimizer state; use --finetune to start a "
             "new run from its weights, or --no-load-optim to go on with a fresh optimizer"
         )
     tensors = _model_tensors(state, for_save=False, with_optimizer=with_optimizer)
@@ -147,9 +173,7 @@ def load(state: TrainState, config: RunConfig, ctx: ParallelContext) -> None:
     rank_local = None
     if options.load_rng and not options.finetune:
         rank_local = RankLocal(ctx.rank, _layout(ctx))
-    result = checkpoint.load(
-        options.load, tensors, iteration=options.ckpt_step, rank_local=rank_local
-    )
+    result = checkpoint.load(directory, tensors, rank_local=rank_local)
     if not with_optimizer:
         state.optimizer.reload_model_params()
     if options.finetune:

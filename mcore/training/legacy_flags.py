@@ -228,7 +228,6 @@ _NOT_BUILT: Mapping[str, tuple[str, ...]] = {
         "--deepspeed-activation-checkpointing",
         "--partition-activations",
     ),
-    "asynchronous saving is not built yet; drop it (saves block the step)": ("--async-save",),
     "this optimizer option is not built yet; drop it": (
         "--decoupled-lr",
         "--decoupled-min-lr",

@@ -13,6 +13,7 @@ from mcore.data.samplers import Sampler, SingleSampler
 from mcore.log import get_logger
 from mcore.training import checkpointing
 from mcore.training.batches import BatchStream, build_stream
+from mcore.training.checkpoint_writer import CheckpointWriter
 from mcore.training.initialize import Runtime
 from mcore.training.logging import RunLog
 from mcore.training.setup import TrainState
@@ -31,6 +32,7 @@ class Run:
         steps: training and evaluation step.
         datasets: training, validation and test.
         log: writes what happens.
+        writer: writes checkpoints.
     """
 
     config: RunConfig
@@ -40,6 +42,7 @@ class Run:
     steps: StepFunctions
     datasets: Datasets
     log: RunLog
+    writer: CheckpointWriter
     _evaluated_at: int | None = None
 
     def train(self) -> None:
@@ -54,6 +57,7 @@ class Run:
             while state.iteration < self.resolved.train_iters:
                 outcome = self.steps.train(state, streams)
                 self.log.step(state, outcome)
+                self.writer.poll()
                 if self._evaluation_is_due():
                     self.evaluate("valid", 1)
                 if options.save_interval and state.iteration % options.save_interval == 0:
@@ -107,7 +111,7 @@ class Run:
         """Write a checkpoint of the finished iteration."""
         settle(self.state)
         self.log.flush()
-        checkpointing.save(self.state, self.config, self.runtime.ctx)
+        checkpointing.save(self.state, self.config, self.runtime.ctx, self.writer)
         self.log.restart_clock()
 
     def _streams(self, dataset: SampleDataset, consumed_samples: int) -> list[BatchStream]:

@@ -15,6 +15,7 @@ from mcore.pipeline_parallel.executor import ForwardStepFunc
 from mcore.tokenizers import build_tokenizer
 from mcore.training import checkpointing
 from mcore.training.arguments import Arguments, ExtraArguments, build_config, overrides, parse
+from mcore.training.checkpoint_writer import CheckpointWriter
 from mcore.training.initialize import Launch, finish, initialize, leave_now, read_launch
 from mcore.training.logging import RunLog
 from mcore.training.loop import Run
@@ -111,7 +112,11 @@ def prepare(arguments: Arguments, launch: Launch) -> Prepared:
         load = arguments.get("checkpoint", "load")
         if load is None:
             raise CheckpointError("--use-checkpoint-args needs --load DIR")
-        options = checkpointing.stored_model_options(load, arguments.get("checkpoint", "ckpt_step"))
+        options = checkpointing.stored_model_options(
+            load,
+            arguments.get("checkpoint", "ckpt_step"),
+            fall_back=arguments.get("checkpoint", "on_damaged_checkpoint") == "fallback",
+        )
         notes += overrides(arguments, options)
     config = build_config(arguments, options)
     check(config, launch.world_size)
@@ -160,14 +165,19 @@ def run(prepared: Prepared, launch: Launch, providers: Providers) -> TrainState:
     log = RunLog(config, resolved, runtime, state.iteration)
     batch_sizes = batch_size_calculator(config, resolved.data_parallel_size)
     steps = StepFunctions(providers.forward_step, resolved, runtime, batch_sizes)
-    training = Run(config, resolved, runtime, state, steps, datasets, log)
+    writer = CheckpointWriter(config.checkpoint)
+    training = Run(config, resolved, runtime, state, steps, datasets, log, writer)
     try:
         if not config.training.skip_train:
             training.train()
         if state.iteration == resolved.train_iters or config.training.skip_train:
             training.finish()
+    except BaseException:
+        writer.abandon()
+        raise
     finally:
         log.close()
+    writer.close()
     finish(runtime)
     return state
 

@@ -1,0 +1,134 @@
+"""Training and its checkpoints: written beside training, damaged, deleted, at several layouts."""
+
+import threading
+import time
+
+import pytest
+
+from mcore.checkpoint import (
+    CheckpointReader,
+    complete_iterations,
+    dump,
+    latest_iteration,
+    shard_file,
+)
+from mcore.checkpoint.commit import iteration_directory
+from mcore.errors import CheckpointError
+from mcore.training.logging import RunLog
+from tests.equivalence.program import (
+    Layout,
+    layout_id,
+    train,
+    without_rates,
+)
+from tests.equivalence.tiny import command
+
+ZERO = "--data-parallel-sharding-strategy"
+LAYOUTS = [
+    (Layout(), ""),
+    pytest.param(Layout(tp=2, sp=True, dp=2), "", marks=pytest.mark.full),
+    (Layout(pp=2, dp=2), f"{ZERO} optim"),
+    pytest.param(Layout(dp=3), f"{ZERO} optim_grads_params", marks=pytest.mark.full),
+]
+DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
+
+
+def dumped(root, out):
+    dump(CheckpointReader(root), out)
+    return out.read_bytes()
+
+
+def growing(corpus, *more):
+    """The global batch grows: 6 samples, 12 from the third step on."""
+    words = command(corpus, 1, "--rampup-batch-size 6 6 10 --train-samples 96", *more)
+    del words[words.index("--train-iters") : words.index("--train-iters") + 2]
+    words[words.index("--global-batch-size") + 1] = "12"
+    at = words.index("--lr-warmup-iters")
+    words[at : at + 2] = ["--lr-warmup-samples", "8"]
+    return words
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("layout", "options"), LAYOUTS, ids=layout_id)
+def test_resume_is_a_continuation(corpus, tmp_path, layout, options):
+    """Dropout, evaluation, reading threads, a growing batch, a save in the background."""
+    flags = f"{DROPOUT} {options} --eval-iters 1 --eval-interval 3 --num-workers 2"
+    want = train(growing(corpus, flags, f"--save {tmp_path}/a --save-interval 100"), layout)
+    assert sum("lm_loss" in record for record in want) == 9
+    saves = f"--save {tmp_path}/b --save-interval 4 --async-save"
+    records = tmp_path / "records.jsonl"
+    train(growing(corpus, flags, saves, "--exit-interval 4"), layout, records=records)
+    again = train(growing(corpus, flags, saves, f"--load {tmp_path}/b"), layout, records=records)
+    assert without_rates(again) == without_rates(want)
+    assert dumped(tmp_path / "a", tmp_path / "1") == dumped(tmp_path / "b", tmp_path / "2")
+
+
+def test_three_steps_are_made_while_a_slow_disk_writes(corpus, tmp_path, monkeypatch):
+    write, spans = shard_file._write, []
+
+    def slow(*args):
+        start = time.time()
+        time.sleep(3.0)
+        result = write(*args)
+        spans.append((start, time.time()))
+        return result
+
+    monkeypatch.setattr(shard_file, "_write", slow)
+    stamps = []
+    step = RunLog.step
+
+    def stamped(self, *args):
+        stamps.append(time.time())
+        return step(self, *args)
+
+    monkeypatch.setattr(RunLog, "step", stamped)
+    train(command(corpus, 12, f"--save {tmp_path} --save-interval 6 --async-save"))
+    first = spans[0]
+    assert sum(first[0] < stamp < first[1] for stamp in stamps) >= 3
+    assert complete_iterations(tmp_path) == [6, 12]
+    assert not [t for t in threading.enumerate() if t.name == "checkpoint-writer"]
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_failed_save_ends_the_run_and_leaves_the_last_one(
+    corpus, tmp_path, monkeypatch, background
+):
+    write, calls = shard_file._write, []
+
+    def fails_later(*args):
+        calls.append(1)
+        if len(calls) > 1:
+            raise OSError(28, "No space left on device")
+        return write(*args)
+
+    monkeypatch.setattr(shard_file, "_write", fails_later)
+    flags = f"--save {tmp_path} --save-interval 2 {'--async-save' * background}"
+    with pytest.raises(CheckpointError, match="No space left"):
+        train(command(corpus, 30, flags))
+    assert (latest_iteration(tmp_path), complete_iterations(tmp_path)) == (2, [2])
+
+
+@pytest.mark.parametrize("flags", ["", "--async-save --verify-saved-checkpoint"])
+def test_retention(corpus, tmp_path, flags):
+    keep = f"--save {tmp_path} --save-interval 1 --keep-latest 2 --keep-every 4"
+    train(command(corpus, 10, keep, flags))
+    assert complete_iterations(tmp_path) == [4, 8, 9, 10]
+    assert latest_iteration(tmp_path) == 10
+
+
+@pytest.mark.dist
+def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_used(corpus, tmp_path):
+    layout = Layout(tp=2)
+    words = command(corpus, 8, f"--save {tmp_path} --save-interval 2", DROPOUT)
+    records = tmp_path / "records.jsonl"
+    want = train(words, layout, records=records)
+    shard = sorted(iteration_directory(tmp_path, 8).glob("shard_00001*"))[0]
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    (tmp_path / "iter_0000009").mkdir()
+    with pytest.raises(Exception, match="damaged"):
+        train([*words, "--load", str(tmp_path), "--on-damaged-checkpoint", "error"], layout)
+    again = train([*words, "--load", str(tmp_path)], layout, records=records)
+    assert without_rates(again) == without_rates(want)
+    assert latest_iteration(tmp_path) == 8
