@@ -83,6 +83,19 @@ class TransformerConfig(ModelParallelConfig):
         help="Standard deviation of initial weights; divided by sqrt(2 x layers) where a layer "
         "writes to the residual stream.",
     )
+    label_smoothing: float = flag(
+        0.0, help="Share of each target that is spread evenly over the vocabulary, in training."
+    )
+    z_loss_coefficient: float = flag(
+        0.0,
+        help="Weight of the squared log of the softmax's denominator in the loss, in training; "
+        "keeps logits from drifting. The logged loss includes it.",
+    )
+    cross_entropy_loss_fusion: bool = flag(
+        False,
+        help="Compute output layer and loss together, a chunk of tokens at a time, so that logits "
+        "never exist for all of them. Off = where they would take over 256 MB.",
+    )
     fp32_residual_connection: bool = flag(
         False, help="Keep the residual stream between layers in float32 in a low-precision model."
     )
@@ -126,6 +139,11 @@ class TransformerConfig(ModelParallelConfig):
         for name in ("hidden_dropout", "attention_dropout"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; use a probability below 1")
+        if not 0.0 <= self.label_smoothing < 1.0 or self.z_loss_coefficient < 0.0:
+            raise ConfigError(
+                f"label_smoothing ({self.label_smoothing}) must lie in [0, 1) and "
+                f"z_loss_coefficient ({self.z_loss_coefficient}) must not be negative"
+            )
         if self.gated_linear_unit and self.openai_gelu:
             raise ConfigError("swiglu and openai_gelu exclude each other; drop one")
         self._check_recompute()

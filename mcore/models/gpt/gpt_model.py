@@ -13,9 +13,8 @@ from mcore.models.gpt.embedding import LanguageModelEmbedding, pad_vocab_size
 from mcore.models.gpt.gpt_layer_specs import LayerSpec, get_gpt_layer_local_spec
 from mcore.models.gpt.initialization import initialize_parameters_
 from mcore.models.gpt.layer_range import even_layer_range
+from mcore.models.gpt.output import OutputLayer
 from mcore.parallel_state import tensor_model_parallel_group_or
-from mcore.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from mcore.tensor_parallel.layers import ColumnParallelLinear
 from mcore.tensor_parallel.mappings import (
     AnyGroup,
     gather_from_tensor_model_parallel_region,
@@ -116,20 +115,19 @@ class GPTModel(nn.Module):
                 rotary_base=rotary_base,
             )
         self.decoder = TransformerBlock(plain, layers, post_process, group)
-        self.output_layer: ColumnParallelLinear | None = None
+        self.output_layer: OutputLayer | None = None
         if post_process:
             self.output_layer = self._build_output_layer(plain, padded)
         if config.perform_initialization:
             initialize_parameters_(self, config, self._seed, group)
 
-    def _build_output_layer(self, config: TransformerConfig, padded: int) -> ColumnParallelLinear:
+    def _build_output_layer(self, config: TransformerConfig, padded: int) -> OutputLayer:
         cut = even_rows(padded, self.tp_group, used=self.vocab_size)
         tied = self.share_embeddings_and_output_weights
-        layer = ColumnParallelLinear(
-            config.hidden_size,
+        layer = OutputLayer(
+            config,
             padded,
-            config=config,
-            bias=False,
+            vocab_size=self.vocab_size,
             skip_weight_param_allocation=tied and self.pre_process,
             row_cut=cut,
             tp_group=self.tp_group,
@@ -195,17 +193,11 @@ class GPTModel(nn.Module):
 
     def _head(self, hidden_states: Tensor, labels: Tensor | None) -> Tensor:
         assert self.output_layer is not None
-        logits, _ = self.output_layer(
-            hidden_states, self.shared_embedding_or_output_weight() if self._is_tied else None
-        )  # [s, b, v/t]
+        weight = self.shared_embedding_or_output_weight() if self._is_tied else None
         if labels is not None:
-            loss = vocab_parallel_cross_entropy(
-                logits,
-                labels.t().contiguous(),
-                vocab_size=self.vocab_size,
-                tp_group=self.tp_group,
-            )
+            loss: Tensor = self.output_layer(hidden_states, weight, labels.t().contiguous())[0]
             return loss.t().contiguous()
+        logits, _ = self.output_layer(hidden_states, weight)  # [s, b, v/t]
         if not self.parallel_output:
             logits = gather_from_tensor_model_parallel_region(logits, self.tp_group)
             logits = logits[..., : self.vocab_size]

@@ -1,0 +1,103 @@
+"""The fused head against torch's own linear map and cross entropy."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from mcore.tensor_parallel.cross_entropy import LossOptions, vocab_parallel_cross_entropy
+from mcore.tensor_parallel.linear_cross_entropy import linear_cross_entropy
+from tests.unit.tensor_parallel.helpers import run_at
+
+S, B, H, V = 6, 2, 8, 11  # the vocabulary is padded to 12
+
+
+def _inputs(dtype=torch.float64):
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(S, B, H, generator=generator, dtype=torch.float64).to(dtype)
+    weight = torch.randn(12, H, generator=generator, dtype=torch.float64).to(dtype)
+    target = torch.randint(V, (S, B), generator=generator)
+    target[1, 1] = -100
+    grad = torch.rand(S, B, generator=generator, dtype=torch.float64)
+    return hidden, weight, target, grad
+
+
+def _plain(hidden, weight, target, smoothing, z):
+    logits = (hidden @ weight[:V].t()).double().flatten(0, 1)
+    ids = target.flatten()
+    loss = F.cross_entropy(logits, ids, reduction="none", label_smoothing=smoothing)
+    return (loss + z * logits.logsumexp(-1).square().masked_fill(ids < 0, 0.0)).view(S, B)
+
+
+def _expected(smoothing, z):
+    hidden, weight, target, grad = _inputs()
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    loss = _plain(hidden, weight, target, smoothing, z)
+    loss.backward(grad)
+    return loss.detach(), hidden.grad, weight.grad
+
+
+def _close(got, expected):
+    torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
+
+
+def _check_at(group, smoothing, z, sequence_parallel, fused, tokens_per_chunk):
+    rows, steps = 12 // group.size, S // group.size
+    mine = slice(group.rank * rows, (group.rank + 1) * rows)
+    here = slice(group.rank * steps, (group.rank + 1) * steps) if sequence_parallel else slice(S)
+    hidden, weight, target, grad = _inputs()
+    hidden, weight = hidden[here].clone().requires_grad_(), weight[mine].clone().requires_grad_()
+    if fused:
+        weight.main_grad = torch.ones_like(weight)
+    options = LossOptions(group, rows, V, smoothing, z, chunk_elements=tokens_per_chunk * rows)
+    loss = linear_cross_entropy(
+        hidden,
+        weight,
+        target,
+        options,
+        sequence_parallel=sequence_parallel,
+        gradient_accumulation_fusion=fused,
+    )
+    loss.backward(grad)
+    wanted_loss, wanted_hidden, wanted_weight = _expected(smoothing, z)
+    _close(loss.detach(), wanted_loss)
+    _close(hidden.grad, wanted_hidden[here])
+    _close(weight.main_grad - 1.0 if fused else weight.grad, wanted_weight[mine])
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("tp", "smoothing", "z", "sequence_parallel", "fused", "chunk"),
+    [(1, 0.0, 0.0, False, False, 5), (1, 0.1, 0.3, False, True, 1), (2, 0.1, 0.3, True, True, 5),
+     (2, 0.0, 0.0, False, False, 100)],
+)  # fmt: skip
+def test_equals_the_plain_formula(tp, smoothing, z, sequence_parallel, fused, chunk):
+    run_at(tp, _check_at, smoothing, z, sequence_parallel, fused, chunk)
+
+
+def _check_given_logits(group, smoothing, z):
+    hidden, weight, target, grad = _inputs()
+    logits = (hidden @ weight.t()).chunk(group.size, -1)[group.rank].contiguous().requires_grad_()
+    loss = vocab_parallel_cross_entropy(logits, target, smoothing, z_loss=z, vocab_size=V)
+    loss.backward(grad)
+    whole = (hidden @ weight.t()).requires_grad_()
+    expected = _plain(whole, torch.eye(12, dtype=torch.float64), target, smoothing, z)
+    expected.backward(grad)
+    _close(loss.detach(), expected.detach())
+    _close(logits.grad, whole.grad.chunk(group.size, -1)[group.rank])
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("tp", [1, 2])
+def test_smoothing_and_z_loss_of_given_logits(tp):
+    run_at(tp, _check_given_logits, 0.2, 0.5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_huge_logits_stay_finite(dtype):
+    logits = torch.tensor([[60000.0, -60000.0, 64000.0]], dtype=dtype).requires_grad_()
+    loss = vocab_parallel_cross_entropy(logits, torch.tensor([0]))
+    expected = F.cross_entropy(logits.detach().double(), torch.tensor([0]))
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    loss.sum().backward()
+    assert logits.grad.tolist() == [[-1.0, 0.0, 1.0]]
