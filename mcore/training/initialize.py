@@ -142,6 +142,12 @@ def finish(runtime: Runtime) -> None:
         dist.destroy_process_group()
 
 
+def is_loss_of_peer(error: RuntimeError) -> bool:
+    """Whether a collective failed since another rank ended, which will have said why itself."""
+    lost = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited")
+    return any(text in str(error) for text in lost)
+
+
 def leave_now(code: int) -> None:
     """End this process at once after an error: peers may never answer, so nothing is waited for."""
     sys.stdout.flush()

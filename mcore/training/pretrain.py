@@ -16,7 +16,14 @@ from mcore.tokenizers import build_tokenizer
 from mcore.training import checkpointing
 from mcore.training.arguments import Arguments, ExtraArguments, build_config, overrides, parse
 from mcore.training.checkpoint_writer import CheckpointWriter
-from mcore.training.initialize import Launch, finish, initialize, leave_now, read_launch
+from mcore.training.initialize import (
+    Launch,
+    finish,
+    initialize,
+    is_loss_of_peer,
+    leave_now,
+    read_launch,
+)
 from mcore.training.logging import RunLog
 from mcore.training.loop import Run
 from mcore.training.pipeline_plan import plan_pipeline, plan_split, prove_pipeline
@@ -82,6 +89,11 @@ def pretrain(
         if launch.rank > 0:
             time.sleep(_OTHERS_WAIT_SECONDS)
         report_error(f"rank {launch.rank}: {error}")
+        leave_now(1)
+    except RuntimeError as error:
+        if not is_loss_of_peer(error):
+            raise
+        report_error(f"rank {launch.rank}: another rank has ended; its own message says why")
         leave_now(1)
 
 

@@ -1,0 +1,160 @@
+"""The program as users start it: from a shell, from any directory, with and without torchrun."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.equivalence.program import Layout, largest_difference, read_records, train
+from tests.equivalence.tiny import command, write_corpus
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = ROOT / "pretrain_gpt.py"
+LIMIT_SECONDS = 240  # of a test; what the product promises is asserted where it matters
+
+pytestmark = pytest.mark.cli
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "text_document")
+
+
+def start(words, folder):
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    }
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, *map(str, words)],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_SECONDS,
+        check=False,
+    )
+
+
+def torchrun(folder, size, *words):
+    """Start under torchrun; what each worker wrote to stderr is in the second result."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", size]
+    logs = ["--log-dir", folder / "logs", "--redirects", "3"]
+    done = start([*launcher, *logs, *words], folder)
+    errors = [path.read_text() for path in sorted((folder / "logs").glob("**/stderr.log"))]
+    return done, errors
+
+
+def worker_output(folder):
+    return "".join(path.read_text() for path in (folder / "logs").glob("**/stdout.log"))
+
+
+def processes_that_name(folder):
+    """Processes of this machine with the folder on their command line."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if str(folder) in path.read_bytes().decode(errors="replace"):
+                found.append(path.parent.name)
+        except OSError:  # it has ended
+            continue
+    return found
+
+
+def test_one_process_without_torchrun_from_another_directory(corpus, tmp_path):
+    words = command(corpus, 4, "--log-interval 2 --metrics-jsonl records.jsonl --device cpu")
+    done = start([PROGRAM, *words], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("| consumed samples:") == 2
+    assert read_records(tmp_path / "records.jsonl")[-1]["iteration"] == 4
+
+
+def test_torchrun_trains_saves_and_computes_what_the_tests_compute(corpus, tmp_path):
+    words = command(corpus, 4, "--hidden-dropout 0.1 --attention-dropout 0.1 --log-interval 1")
+    layout = Layout(tp=2, sp=True)
+    files = ["--metrics-jsonl", "r.jsonl", "--save", "save", "--save-interval", "4"]
+    done, errors = torchrun(tmp_path, 2, PROGRAM, *words, *layout.flags, *files, "--device", "cpu")
+    assert done.returncode == 0, errors
+    assert largest_difference(read_records(tmp_path / "r.jsonl"), train(words, layout)) == 0.0
+    pointer = tmp_path / "save" / "latest_checkpointed_iteration.txt"
+    assert pointer.read_text() == "4"
+    assert any((tmp_path / "save" / "tensorboard").iterdir())
+    # Every interval is told once, by one rank.
+    assert worker_output(tmp_path).count("| consumed samples:") == 4
+
+
+def test_a_refused_command_line_is_told_once_and_nothing_else_is(corpus, tmp_path):
+    words = command(corpus, 4, "--tensor-model-parallel-size 3 --num-layer 2")
+    done, errors = torchrun(tmp_path, 2, PROGRAM, *words)
+    assert done.returncode != 0
+    assert sum(text.count("error:") for text in errors) == 1
+    assert "did you mean --num-layers?" in "".join(errors)
+    assert not any("Traceback" in text for text in errors)
+
+
+def test_an_error_that_all_ranks_see_is_told_once(tmp_path):
+    words = command(str(tmp_path / "absent"), 4)
+    done, errors = torchrun(tmp_path, 2, PROGRAM, *words, "--device", "cpu")
+    assert done.returncode != 0
+    assert sum(text.count("error:") for text in errors) == 1
+    assert "absent" in "".join(errors)
+    assert not any("Traceback" in text for text in errors)
+
+
+#: Every rank works in a folder of its own, and so reads a corpus of its own.
+OWN_FOLDER = """
+import os, runpy, sys
+os.chdir(os.environ["RANK"])
+runpy.run_path(sys.argv.pop(1), run_name="__main__")
+"""
+
+#: A fault of a user's code in the middle of a step, on one rank.
+FAULTY_STEP = """
+import os
+import pretrain_gpt
+from mcore.training import pretrain
+
+def forward_step(data_iterator, model):
+    if os.environ["RANK"] == "1" and data_iterator.iteration == 2:
+        raise RuntimeError("a fault of this rank")
+    return pretrain_gpt.forward_step(data_iterator, model)
+
+pretrain(pretrain_gpt.datasets_provider, pretrain_gpt.model_provider, forward_step)
+"""
+
+
+def test_a_rank_that_alone_cannot_read_its_data_ends_the_job(corpus, tmp_path):
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+        if rank == 0:
+            for ending in (".bin", ".idx"):
+                os.link(corpus + ending, tmp_path / "0" / f"text{ending}")
+    program = tmp_path / "own_folder.py"
+    program.write_text(OWN_FOLDER)
+    words = command("text", 50, "--device cpu --tensor-model-parallel-size 2")
+    began = time.monotonic()
+    done, errors = torchrun(tmp_path, 2, program, PROGRAM, *words)
+    assert done.returncode != 0
+    assert time.monotonic() - began < 60 + 30  # the start of three interpreters is not the wait
+    assert "error: rank 1:" in "".join(errors)
+    assert "Traceback" not in "".join(errors)
+    assert processes_that_name(tmp_path) == []
+
+
+def test_a_rank_that_fails_inside_a_step_ends_the_job(corpus, tmp_path):
+    program = tmp_path / "faulty_step.py"
+    program.write_text(FAULTY_STEP)
+    words = command(corpus, 50, "--device cpu --metrics-jsonl r.jsonl")
+    began = time.monotonic()
+    done, errors = torchrun(tmp_path, 2, program, *words)
+    assert done.returncode != 0
+    assert time.monotonic() - began < 60 + 30
+    assert "a fault of this rank" in "".join(errors)
+    assert [json.loads(line)["iteration"] for line in (tmp_path / "r.jsonl").open()] == [1]
+    assert processes_that_name(tmp_path) == []
