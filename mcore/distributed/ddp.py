@@ -88,7 +88,9 @@ class DistributedDataParallel(DataParallelModule):
         tied = {
             id(param)
             for name, param in global_named_parameters(self.module)
-            if name in self.replicas.tied_keys
+            # The mark is Megatron's: where a rank has several chunks, the one with the embedding
+            # knows nothing of the copy in another.
+            if name in self.replicas.tied_keys or param.__dict__.get("shared_embedding", False)
         }
         alone = set()
         for i, param in enumerate(self.module.parameters()):

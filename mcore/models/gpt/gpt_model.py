@@ -106,6 +106,8 @@ class GPTModel(nn.Module):
                 learned_positions=position_embedding_type == "learned_absolute",
                 tp_group=group,
             )
+            if share_embeddings_and_output_weights and not post_process:
+                self.embedding.word_embeddings.weight.shared_embedding = True  # type: ignore[attr-defined]
         self.rotary_pos_emb: RotaryEmbedding | None = None
         if position_embedding_type == "rope":
             self.rotary_pos_emb = RotaryEmbedding(

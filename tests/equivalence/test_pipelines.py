@@ -1,0 +1,176 @@
+"""Every pipeline schedule and split against figures of other programs, and against one process."""
+
+import pytest
+
+from tests.equivalence.program import (
+    SINGLE,
+    Layout,
+    largest_difference,
+    largest_relative_difference,
+    train,
+)
+from tests.equivalence.test_golden import (
+    LAYOUT_TOLERANCE,
+    Family,
+    assert_equals_reference,
+)
+
+full = pytest.mark.full
+
+#: Schedules by the name of the case: ranks and flags.
+SCHEDULES = {
+    "gpipe2": (2, "--pipeline-schedule gpipe"),
+    "1f1b2": (2, ""),
+    "bounded2": (2, "--max-in-flight-microbatches 1"),
+    "zb-h1-2": (2, "--pipeline-schedule zb-h1"),
+    "interleaved2": (2, "--num-virtual-stages-per-pipeline-rank 2"),
+    "zb-v2": (2, "--pipeline-schedule zb-v"),
+    "gpipe4": (4, "--pipeline-schedule gpipe"),
+    "1f1b4": (4, ""),
+    "bounded4": (4, "--max-in-flight-microbatches 2"),
+    "zb-h1-4": (4, "--pipeline-schedule zb-h1"),
+}
+#: Each schedule once a day, alternating families and microbatch counts.
+DAILY = {
+    ("gpt2", "gpipe2", 4, 1),
+    ("llama", "bounded2", 8, 1),
+    ("gpt2", "zb-h1-2", 2, 2),
+    ("llama", "interleaved2", 1, 1),
+    ("gpt2", "zb-v2", 4, 2),
+    ("llama", "zb-v2", 8, 1),
+    ("llama", "zb-h1-4", 4, 1),
+    ("gpt2", "bounded4", 8, 1),
+}
+#: Of the model of eight layers, at pp 4 with m = 12 / micro batch.
+DEEP = {
+    "interleaved": "--num-virtual-stages-per-pipeline-rank 2",
+    "interleaved-group": "--num-virtual-stages-per-pipeline-rank 2 "
+    "--microbatch-group-size-per-virtual-pipeline-stage 5",
+    "by-layers": "--num-layers-per-virtual-pipeline-stage 1",
+    "zb-v": "--pipeline-schedule zb-v",
+    "ends": "--decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 1",
+    "first-zb-h1": "--decoder-first-pipeline-num-layers 2 --pipeline-schedule zb-h1",
+    "layout": "--pipeline-model-parallel-layout Et|t*3|(t|)t*3L",
+    "layout-virtual": "--pipeline-model-parallel-layout E|tt|t|t|t|t|t|tL",
+    "auto": "--pipeline-model-parallel-layout auto",
+    "auto-zb-v": "--pipeline-model-parallel-layout auto --pipeline-schedule zb-v",
+}
+
+
+def matrix():
+    for name in ("gpt2", "llama"):
+        for schedule in SCHEDULES:
+            for m in (1, 2, 4, 8):
+                for tp in (1, 2):
+                    is_daily = (name, schedule, m, tp) in DAILY
+                    if tp == 2 and SCHEDULES[schedule][0] == 4 and not is_daily:
+                        continue
+                    marks = () if is_daily else (full,)
+                    yield pytest.param(name, schedule, m, tp, marks=marks)
+
+
+@pytest.fixture(scope="module")
+def families(tmp_path_factory):
+    made = {}
+
+    def get(name):
+        if name not in made:
+            made[name] = Family(name, tmp_path_factory.mktemp(name))
+        return made[name]
+
+    return get
+
+
+@pytest.mark.golden
+@pytest.mark.dist
+@pytest.mark.parametrize(("name", "schedule", "m", "tp"), list(matrix()))
+def test_every_schedule_equals_the_reference(families, name, schedule, m, tp):
+    family = families(name)
+    pp, flags = SCHEDULES[schedule]
+    records = train([*family.command(8 // m), *flags.split()], Layout(tp=tp, pp=pp, sp=tp > 1))
+    assert_equals_reference(records, family.reference)
+
+
+def deep_cases():
+    daily = {("zb-v", 3), ("layout-virtual", 4), ("interleaved-group", 12)}
+    for case in DEEP:
+        for m in (1, 2, 3, 4, 6, 12):
+            yield pytest.param(case, m, marks=() if (case, m) in daily else (full,))
+
+
+@pytest.mark.golden
+@pytest.mark.dist
+@pytest.mark.parametrize(("case", "m"), list(deep_cases()))
+def test_every_split_equals_the_reference(families, case, m):
+    family = families("gpt2_8layers")
+    flags = [*family.command(12 // m), *DEEP[case].split()]
+    assert_equals_reference(train(flags, Layout(pp=4)), family.reference)
+
+
+#: Against our own run in one process, with dropout and evaluations on the way.
+ODD = {
+    "1f1b": (4, ""),
+    "interleaved": (2, "--num-virtual-stages-per-pipeline-rank 2"),
+    "zb-h1": (4, "--pipeline-schedule zb-h1"),
+    "zb-v": (2, "--pipeline-schedule zb-v"),
+    "bounded": (4, "--max-in-flight-microbatches 3"),
+    "gpipe": (4, "--pipeline-schedule gpipe"),
+}
+
+
+def odd_cases():
+    daily = {("interleaved", 3), ("zb-h1", 5), ("zb-v", 5)}
+    for case, (pp, _) in ODD.items():
+        for m in range(1, 2 * pp + 2):
+            yield pytest.param(case, m, marks=() if (case, m) in daily else (full,))
+
+
+@pytest.fixture(scope="module")
+def alone(families):
+    """Runs in one process by microbatch count."""
+    made = {}
+
+    def get(m):
+        if m not in made:
+            made[m] = train(odd_command(families, m), SINGLE)
+        return made[m]
+
+    return get
+
+
+def odd_command(families, m):
+    words = f"--global-batch-size {m} --train-iters 4 --split 90,10,0 --hidden-dropout 0.1"
+    words += " --attention-dropout 0.1 --eval-iters 1 --eval-interval 2"
+    return [*families("gpt2").command(1), *words.split()]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("case", "m"), list(odd_cases()))
+def test_every_microbatch_count_equals_one_process(families, alone, case, m):
+    pp, flags = ODD[case]
+    records = train([*odd_command(families, m), *flags.split()], Layout(pp=pp))
+    assert largest_difference(records, alone(m)) <= LAYOUT_TOLERANCE
+    assert largest_difference(records, alone(m), "valid_lm_loss") <= LAYOUT_TOLERANCE
+    assert largest_relative_difference(records, alone(m)) <= 2e-5
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    "case", ["zb-v", pytest.param("interleaved", marks=full), pytest.param("zb-h1", marks=full)]
+)
+def test_data_parallel_overlap_and_a_sharded_optimizer(families, case):
+    """The tied copies of the embedding are dealt alike, also where they lie on one rank."""
+    family, (_, flags) = families("gpt2"), ODD[case]
+    words = f"{flags} --use-distributed-optimizer --overlap-grad-reduce --ddp-num-buckets 3"
+    records = train([*family.command(1), *words.split()], Layout(pp=2, dp=2))
+    assert_equals_reference(records, family.reference)
+
+
+@pytest.mark.dist
+def test_bfloat16_at_a_zero_bubble_schedule(families):
+    family = families("llama")
+    words = [*family.command(2), "--bf16"]
+    split = train([*words, "--pipeline-schedule", "zb-v"], Layout(pp=2))
+    whole = train(words, Layout(pp=2))
+    assert largest_difference(split, whole) <= 0.02
+    assert largest_difference(split, family.reference["iterations"]) <= 0.05
