@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from mcore.config.run import RunConfig
 from mcore.data.builder import Datasets, build_train_valid_test_datasets
 from mcore.data.corpus_meta import TokenizerIdentity
+from mcore.data.sft_builder import build_sft_datasets
 from mcore.models.gpt import GPTModel
-from mcore.tokenizers import build_tokenizer, fingerprint
+from mcore.tokenizers import build_tokenizer, encode_texts, fingerprint
 from mcore.training import Stage, pretrain
 from mcore.transformer import AttentionMask, DropoutState
 
@@ -50,6 +51,16 @@ def datasets_provider(
     """Training, validation and test data."""
     tokenizer = build_tokenizer(config.tokenizer)
     assert config.training.seq_length is not None
+    if config.data.sft:
+        return build_sft_datasets(
+            config.data,
+            sizes=sizes,
+            seq_length=config.training.seq_length,
+            seed=config.training.seed,
+            encode=partial(encode_texts, tokenizer),
+            eod_id=tokenizer.eod,
+            budget=config.training.max_tokens_per_microbatch,
+        )
     return build_train_valid_test_datasets(
         config.data,
         sizes=sizes,

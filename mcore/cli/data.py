@@ -24,6 +24,8 @@ _READING_OPTIONS = (
     "dataloader_type",
     "data_sharding",
     "multiple_validation_sets",
+    "sft",
+    "sft_tokenizer_prompt_format",
 )
 _VOCABULARY_PADDING = ("make_vocab_size_divisible_by",)
 

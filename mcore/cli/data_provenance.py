@@ -21,6 +21,12 @@ from mcore.num_microbatches_calculator import (
     parse_step_schedule,
 )
 
+_OTHER_DATA = (
+    "num_workers",
+    "multiple_validation_sets",
+    "sft",
+    "sft_tokenizer_prompt_format",
+)
 _NO_EFFECT = ("bf16", "exit_interval", "skip_train")
 
 
@@ -37,7 +43,7 @@ def register(commands: Any) -> None:
         "--data-parallel-size", type=int, default=1, metavar="N", help="only matters with cyclic"
     )
     parser.add_argument("--json", action="store_true", help="one JSON object a sample")
-    add_flags(parser, DataConfig, omit=("num_workers", "multiple_validation_sets"))
+    add_flags(parser, DataConfig, omit=_OTHER_DATA)
     fields = TrainingConfig.__dataclass_fields__
     add_flags(parser, TrainingConfig, omit=[name for name in _NO_EFFECT if name in fields])
     parser.set_defaults(run=run_provenance)

@@ -137,7 +137,8 @@ def _train_samples(config: RunConfig, world_size: int) -> str | None:
 
 def _sequence_parallel(config: RunConfig, world_size: int) -> str | None:
     del world_size
-    model, length = config.model, config.training.seq_length
+    model, training = config.model, config.training
+    length = training.max_tokens_per_microbatch or training.seq_length
     tp = model.tensor_model_parallel_size
     if not model.sequence_parallel or length is None or length % tp == 0:
         return None
@@ -207,6 +208,29 @@ def _weight_gradients(config: RunConfig, world_size: int) -> str | None:
     )
 
 
+def _token_budget(config: RunConfig, world_size: int) -> str | None:
+    del world_size
+    training = config.training
+    budget = training.max_tokens_per_microbatch
+    if budget is None:
+        return None
+    if not config.data.sft:
+        return "--max-tokens-per-microbatch is for fine-tuning data: add --sft"
+    if training.micro_batch_size not in (None, 1):
+        return (
+            f"--max-tokens-per-microbatch makes micro batches of one row: --micro-batch-size is "
+            f"{training.micro_batch_size}, use 1"
+        )
+    if training.rampup_batch_size or training.step_batch_size_schedule:
+        return "--max-tokens-per-microbatch and a growing batch size exclude each other"
+    if training.seq_length is not None and budget < training.seq_length:
+        return (
+            f"--max-tokens-per-microbatch ({budget}) must hold the longest conversation, "
+            f"--seq-length ({training.seq_length})"
+        )
+    return None
+
+
 def _data(config: RunConfig, world_size: int) -> str | None:
     del world_size
     if config.data.has_data:
@@ -258,6 +282,7 @@ CHECKS: tuple[Check, ...] = (
     _virtual,
     _layers,
     _weight_gradients,
+    _token_budget,
     _data,
     _tokenizer,
     _precision,

@@ -71,6 +71,15 @@ class DataConfig:
     multiple_validation_sets: bool = flag(
         False, help="Measure every corpus of the validation split on its own; without weights."
     )
+    sft: bool = flag(
+        False,
+        help="Fine-tuning: data paths are files of JSON lines with prompt and response, or with "
+        "chat messages; loss on responses only, packed to --seq-length with document masks.",
+    )
+    sft_tokenizer_prompt_format: Literal["identity", "chatml"] = flag(
+        "identity",
+        help="With --sft: texts as they are, or between <|im_start|>ROLE and <|im_end|>.",
+    )
     num_workers: int = flag(
         2, help="Threads that read batches ahead of the training step; 0 = read inside the step."
     )
@@ -100,6 +109,11 @@ class DataConfig:
                 f"--split {self.split!r} cuts one corpus into three, but {given[0]} gives each "
                 f"split "
                 "its own corpus; drop one of the two"
+            )
+        if self.sft and (self.data_order == "stable" or self.multiple_validation_sets):
+            raise ConfigError(
+                "--sft has an order and splits of its own; drop --data-order stable and "
+                "--multiple-validation-sets"
             )
         if self.num_workers < 0:
             raise ConfigError(f"--num-workers is {self.num_workers}; use 0 or more")

@@ -85,7 +85,8 @@ class RunConfig:
     def attention_reads_samples(self) -> bool:
         """Attention depends on the samples' documents, and so every stage reads them."""
         rotary = self.gpt.position_embedding_type == "rope"
-        return self.data.reset_attention_mask or (rotary and self.data.reset_position_ids)
+        packed = self.data.sft or self.data.reset_attention_mask
+        return packed or (rotary and self.data.reset_position_ids)
 
     @property
     def max_positions(self) -> int | None:
@@ -103,7 +104,7 @@ class Resolved:
         global_batch_size: samples per optimizer step, at the end where the batch grows.
         num_microbatches: micro batches per copy and step, likewise.
         train_iters: optimizer steps of the whole run.
-        seq_length: tokens per sample.
+        seq_length: tokens per sample, or per row of a token budget.
     """
 
     data_parallel_size: int
@@ -140,7 +141,7 @@ def resolve(config: RunConfig, world_size: int) -> Resolved:
         global_batch_size=global_batch_size,
         num_microbatches=global_batch_size // per_step,
         train_iters=iters,
-        seq_length=training.seq_length,
+        seq_length=training.max_tokens_per_microbatch or training.seq_length,
     )
 
 

@@ -23,6 +23,11 @@ class TrainingConfig:
     global_batch_size: int | None = flag(
         None, help="Samples per optimizer step; micro batch x data-parallel size when absent."
     )
+    max_tokens_per_microbatch: int | None = flag(
+        None,
+        help="With --sft: micro batches are rows of this many tokens, filled with as many whole "
+        "conversations as fit; --global-batch-size counts conversations, --seq-length bounds one.",
+    )
     rampup_batch_size: tuple[int, ...] | None = flag(
         None,
         help="START INCREMENT SAMPLES: the global batch grows from START by INCREMENT in equal "
@@ -65,6 +70,7 @@ class TrainingConfig:
             "train_iters",
             "train_samples",
             "seq_length",
+            "max_tokens_per_microbatch",
             "exit_interval",
             "seed",
         ):

@@ -12,6 +12,7 @@ from torch import Tensor
 from mcore.data.batch_loader import BatchLoader
 from mcore.data.gpt_dataset import SampleDataset
 from mcore.data.samplers import Sampler
+from mcore.training.token_budget import TokenBudgetLoader
 from mcore.transformer.documents import pack_documents
 from mcore.transformer.dropout import DropoutState
 
@@ -31,7 +32,7 @@ class BatchStream:
         iteration: the optimizer step under way, from 1; set by the loop.
     """
 
-    loader: BatchLoader
+    loader: BatchLoader | TokenBudgetLoader
     seed: int
     device: torch.device
     iteration: int = 0

@@ -10,6 +10,7 @@ from mcore.data.builder import DatasetGroup, Datasets
 from mcore.data.cyclic_sampler import CyclicSampler
 from mcore.data.gpt_dataset import SampleDataset
 from mcore.data.samplers import Sampler, SingleSampler
+from mcore.data.token_budget import BudgetedConversations
 from mcore.log import get_logger
 from mcore.training import checkpointing
 from mcore.training.batches import BatchStream, build_stream
@@ -18,6 +19,7 @@ from mcore.training.initialize import Runtime
 from mcore.training.logging import RunLog
 from mcore.training.setup import TrainState
 from mcore.training.step import StepFunctions, settle
+from mcore.training.token_budget import TokenBudgetLoader
 
 
 @dataclass(slots=True)
@@ -115,6 +117,8 @@ class Run:
         self.log.restart_clock()
 
     def _streams(self, dataset: SampleDataset, consumed_samples: int) -> list[BatchStream]:
+        if isinstance(dataset, BudgetedConversations):
+            return [self._budget_stream(dataset, consumed_samples) for _ in self.state.stages]
         return [
             build_stream(
                 dataset,
@@ -127,6 +131,12 @@ class Run:
             )
             for stage in self.state.stages
         ]
+
+    def _budget_stream(self, dataset: BudgetedConversations, consumed: int) -> BatchStream:
+        dp = self.runtime.ctx.dp
+        batch = self.resolved.global_batch_size
+        loader = TokenBudgetLoader(dataset, batch, consumed, dp.rank, dp.size)
+        return BatchStream(loader, self.config.training.seed, self.runtime.device)
 
     def _sampler(self, total_samples: int) -> Sampler:
         dp, micro_batch_size = self.runtime.ctx.dp, self.resolved.micro_batch_size

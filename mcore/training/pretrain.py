@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from mcore.config.checks import check
 from mcore.config.run import RunConfig, batch_size_calculator, resolve
+from mcore.data.token_budget import BudgetedConversations
 from mcore.errors import CheckpointError, McoreError
 from mcore.log import get_logger, report_error, warn_ignored
 from mcore.pipeline_parallel.executor import ForwardStepFunc
@@ -37,6 +38,7 @@ from mcore.training.setup import (
     follow_data_order,
 )
 from mcore.training.step import StepFunctions
+from mcore.training.token_budget import TokenBudgetCalculator
 
 #: What is wrong is mostly seen by all ranks. Rank 0 says it once and the launcher then ends the
 #: others, which wait this long before they speak for themselves.
@@ -176,6 +178,10 @@ def run(prepared: Prepared, launch: Launch, providers: Providers) -> TrainState:
     follow_data_order(state, datasets[0])
     log = RunLog(config, resolved, runtime, state.iteration)
     batch_sizes = batch_size_calculator(config, resolved.data_parallel_size)
+    if isinstance(datasets[0], BudgetedConversations):
+        batch_sizes = TokenBudgetCalculator(
+            datasets[0], resolved.global_batch_size, resolved.data_parallel_size
+        )
     steps = StepFunctions(providers.forward_step, resolved, runtime, batch_sizes)
     writer = CheckpointWriter(config.checkpoint)
     training = Run(config, resolved, runtime, state, steps, datasets, log, writer)

@@ -112,7 +112,7 @@ class LanguageModelEmbedding(nn.Module):
         """Position embeddings of this rank's part of the sequence, [s', b or 1, h]."""
         assert self.position_embeddings is not None
         table = self.position_embeddings.weight
-        if length > table.shape[0]:
+        if position_ids is None and length > table.shape[0]:
             raise ShapeError(
                 f"sequence length ({length}) exceeds max_position_embeddings ({table.shape[0]})"
             )

@@ -1,0 +1,129 @@
+"""Time and memory of opening a large data set, and how fast samples are fetched.
+
+    python benchmarks/data/open.py --documents 5000000 --epochs 10
+
+Each row is measured in a process of its own and printed as one JSON object. Document lengths are
+log-normal with a mean of about 600 tokens; the tokens of a large corpus are a sparse file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mcore.data import GPTDataset, IndexedDataset, SampleOptions
+
+EOD = 0
+SMALL = 200_000  # documents up to which tokens are written, so that they can be fetched
+MASKS: dict[str, dict[str, bool]] = {
+    "plain": {},
+    "reset_position_ids": {"reset_position_ids": True},
+    "reset_attention_mask": {"reset_attention_mask": True},
+    "all": {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True},
+}
+
+
+def make_corpus(prefix: Path, documents: int) -> None:
+    generator = np.random.default_rng(documents)
+    lengths = np.clip(generator.lognormal(6.0, 0.9, documents), 8, 20_000).astype("<i4")
+    ends = np.cumsum(lengths, dtype=np.int64) * 2
+    with open(f"{prefix}.idx", "wb") as index:
+        index.write(struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, documents, documents + 1))
+        index.write(lengths.tobytes())
+        index.write((ends - lengths.astype(np.int64) * 2).tobytes())
+        index.write(np.arange(documents + 1, dtype="<i8").tobytes())
+    with open(f"{prefix}.bin", "wb") as file:
+        if documents > SMALL:
+            file.truncate(int(ends[-1]))
+            return
+        tokens = generator.integers(1, 8192, int(ends[-1]) // 2, dtype=np.uint16)
+        tokens[ends // 2 - 1] = EOD
+        file.write(tokens.tobytes())
+
+
+def peak_bytes() -> int:
+    """Largest resident memory of this process so far that is its own, not the mapped files'."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return (int(fields["VmHWM"].split()[0]) - int(fields["RssFile"].split()[0])) * 1024
+
+
+def options(seq_length: int, stable: bool, masks: dict[str, bool]) -> SampleOptions:
+    return SampleOptions(
+        seq_length=seq_length, seed=1234, eod_id=EOD, vocab_size=8192, stable=stable, **masks
+    )
+
+
+def measure(row: str, prefix: str, seq_length: int, epochs: int) -> dict[str, Any]:
+    indexed = IndexedDataset(prefix)
+    documents = np.arange(len(indexed), dtype=np.int32)
+    samples = (epochs * indexed.num_tokens - 1) // seq_length
+    before, start, cpu = peak_bytes(), time.perf_counter(), time.process_time()
+    if row == "numpy shuffles":
+        generator = np.random.RandomState(1234)
+        order = np.tile(documents, epochs)
+        generator.shuffle(order)
+        generator.shuffle(np.arange(samples, dtype=np.uint32))
+    else:
+        GPTDataset(indexed, documents, samples, options(seq_length, row == "stable order", {}))
+    seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
+    megabytes = (peak_bytes() - before) / 2**20
+    return {"row": row, "seconds": round(seconds, 3), "cpu": round(cpu, 3), "MiB": round(megabytes)}
+
+
+def fetch(prefix: str, seq_length: int, stable: bool, masks: str) -> dict[str, Any]:
+    indexed = IndexedDataset(prefix)
+    documents = np.arange(len(indexed), dtype=np.int32)
+    dataset = GPTDataset(indexed, documents, None, options(seq_length, stable, MASKS[masks]))
+    picks = np.random.default_rng(1).integers(0, len(dataset), 4000).tolist()
+    rates, per_cpu = [], []
+    for _ in range(3):
+        start, cpu = time.perf_counter(), time.process_time()
+        for index in picks:
+            dataset[index]
+        rates.append(len(picks) / (time.perf_counter() - start))
+        per_cpu.append(len(picks) / (time.process_time() - cpu))
+    name = f"fetch, {'stable' if stable else 'megatron'}, {masks}"
+    return {
+        "row": name,
+        "samples_per_second": round(max(rates)),
+        "samples_per_cpu_second": round(max(per_cpu)),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--documents", type=int, default=5_000_000)
+    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--seq-length", type=int, default=2048)
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--row", help=argparse.SUPPRESS)
+    parser.add_argument("--prefix", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.row:
+        print(json.dumps(measure(args.row, args.prefix, args.seq_length, args.epochs)))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        large, small = Path(folder, "large"), Path(folder, "small")
+        make_corpus(large, args.documents)
+        make_corpus(small, min(args.documents, 100_000))
+        words = [sys.executable, __file__, "--seq-length", str(args.seq_length)]
+        words += ["--epochs", str(args.epochs), "--prefix", str(large)]
+        for _ in range(args.repeat):
+            for row in ("numpy shuffles", "megatron order", "stable order"):
+                subprocess.run([*words, "--row", row], check=True)
+        for stable in (False, True):
+            for masks in MASKS:
+                print(json.dumps(fetch(str(small), args.seq_length, stable, masks)))
+
+
+if __name__ == "__main__":
+    main()
