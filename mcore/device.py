@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import time
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -82,3 +83,32 @@ def synchronize(device: torch.device) -> None:
     """Wait for the device; for timers at the log interval, never inside the step."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+class Clock:
+    """Marks in the order in which the device does things, as seconds of the wall clock later.
+
+    Args:
+        device: on the CPU a mark is the time; on CUDA an event on the current stream.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+        synchronize(device)
+        self._origin = time.time()
+        self._zero = self.mark()
+
+    def mark(self) -> Any:
+        """A mark of now; the host waits for nothing."""
+        if not self._is_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, mark: Any) -> float:
+        """The wall-clock time of a mark; on CUDA it waits for the mark."""
+        if not self._is_cuda:
+            return float(self._origin + mark - self._zero)
+        mark.synchronize()
+        return float(self._origin + self._zero.elapsed_time(mark) / 1000.0)

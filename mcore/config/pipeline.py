@@ -64,6 +64,13 @@ class PipelineConfig:
         "balanced by estimated cost, embedding and loss included.",
     )
 
+    profile_pipeline: str | None = flag(
+        None,
+        metavar="FILE",
+        help="Write a Chrome/Perfetto trace of the pipeline's actions in the second to eleventh "
+        "step, and report the measured bubble beside the predicted one.",
+    )
+
     def __post_init__(self) -> None:
         for name in (
             "microbatch_group_size_per_virtual_pipeline_stage",

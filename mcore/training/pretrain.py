@@ -19,6 +19,7 @@ from mcore.training.arguments import Arguments, ExtraArguments, build_config, ov
 from mcore.training.checkpoint_writer import CheckpointWriter
 from mcore.training.initialize import (
     Launch,
+    Runtime,
     finish,
     initialize,
     is_loss_of_peer,
@@ -28,6 +29,7 @@ from mcore.training.initialize import (
 from mcore.training.logging import RunLog
 from mcore.training.loop import Run
 from mcore.training.pipeline_plan import plan_pipeline, plan_split, prove_pipeline
+from mcore.training.pipeline_profile import PipelineProfile
 from mcore.training.setup import (
     DatasetsProvider,
     ModelProvider,
@@ -182,12 +184,15 @@ def run(prepared: Prepared, launch: Launch, providers: Providers) -> TrainState:
         batch_sizes = TokenBudgetCalculator(
             datasets[0], resolved.global_batch_size, resolved.data_parallel_size
         )
-    steps = StepFunctions(providers.forward_step, resolved, runtime, batch_sizes)
+    profile = _profile(config, runtime)
+    steps = StepFunctions(providers.forward_step, resolved, runtime, batch_sizes, profile)
     writer = CheckpointWriter(config.checkpoint)
     training = Run(config, resolved, runtime, state, steps, datasets, log, writer)
     try:
         if not config.training.skip_train:
             training.train()
+            if profile is not None:
+                profile.write(resolved.num_microbatches)
         if state.iteration == resolved.train_iters or config.training.skip_train:
             training.finish()
     except BaseException:
@@ -198,6 +203,14 @@ def run(prepared: Prepared, launch: Launch, providers: Providers) -> TrainState:
     writer.close()
     finish(runtime)
     return state
+
+
+def _profile(config: RunConfig, runtime: Runtime) -> PipelineProfile | None:
+    path = config.pipeline.profile_pipeline
+    if path is not None and runtime.ctx.pp.size == 1:
+        warn_ignored("--profile-pipeline", "there is one pipeline rank")
+        return None
+    return None if path is None else PipelineProfile(path, runtime)
 
 
 def _refuse(error: McoreError, launch: Launch) -> None:

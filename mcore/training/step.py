@@ -17,12 +17,13 @@ from mcore.num_microbatches_calculator import (
     NumMicroBatchesCalculator,
 )
 from mcore.pipeline_parallel.executor import ForwardStepFunc
-from mcore.pipeline_parallel.hooks import ScheduleHooks
+from mcore.pipeline_parallel.hooks import ScheduleHooks, Unobserved
 from mcore.pipeline_parallel.schedules import get_forward_backward_func
 from mcore.topology.collectives import all_reduce_
 from mcore.topology.context import ParallelContext
 from mcore.training.batches import BatchStream
 from mcore.training.initialize import Runtime
+from mcore.training.pipeline_profile import PipelineProfile
 from mcore.training.setup import TrainState, UnsettledUpdate
 
 
@@ -59,6 +60,7 @@ class StepFunctions:
         resolved: batch arithmetic.
         runtime: groups and device.
         batch_sizes: the global batch size of each training step; that of `resolved` when None.
+        profile: sees the actions of every training step.
     """
 
     def __init__(
@@ -67,7 +69,9 @@ class StepFunctions:
         resolved: Resolved,
         runtime: Runtime,
         batch_sizes: NumMicroBatchesCalculator | None = None,
+        profile: PipelineProfile | None = None,
     ) -> None:
+        self._profile = profile
         self._batch_sizes = batch_sizes or ConstantNumMicroBatchesCalculator(
             resolved.global_batch_size, resolved.micro_batch_size, resolved.data_parallel_size
         )
@@ -86,6 +90,8 @@ class StepFunctions:
         """
         self._batch_sizes.update(state.consumed_train_samples, verbose=True)
         samples = self._batch_sizes.get_current_running_global_batch_size()
+        if self._profile is not None:
+            self._profile.begin_step()
         for chunk in state.chunks:
             chunk.zero_grad_buffer()
         state.optimizer.zero_grad()
@@ -168,6 +174,7 @@ class StepFunctions:
                 loss_denominator=self._denominator,
                 context=self._runtime.ctx,
             ),
+            observer=Unobserved() if self._profile is None else self._profile,
         )
 
 

@@ -1,5 +1,8 @@
 """Every pipeline schedule and split against figures of other programs, and against one process."""
 
+import itertools
+import json
+
 import pytest
 
 from tests.equivalence.program import (
@@ -174,3 +177,23 @@ def test_bfloat16_at_a_zero_bubble_schedule(families):
     whole = train(words, Layout(pp=2))
     assert largest_difference(split, whole) <= 0.02
     assert largest_difference(split, family.reference["iterations"]) <= 0.05
+
+
+@pytest.mark.dist
+def test_a_profile_shows_what_happened_beside_what_was_predicted(families, tmp_path):
+    trace = tmp_path / "trace.json"
+    words = f"--pipeline-schedule zb-h1 --train-iters 4 --profile-pipeline {trace}"
+    train([*families("gpt2").command(2), *words.split()], Layout(pp=2))
+    content = json.loads(trace.read_text())
+    figures = content["otherData"]
+    assert 0 < figures["bubble_measured"] < 1
+    # m = 4, p = 2: (p - 1) / (3 m + p - 1) at equal costs; real costs are no worse than twice that.
+    assert 0 < figures["bubble_predicted"] < 0.3
+    assert figures["step_seconds_predicted"] <= figures["step_seconds_measured"] * 1.5
+    spans = [event for event in content["traceEvents"] if event["ph"] == "X"]
+    done = [(e["pid"], e["args"]["step"], e["name"]) for e in spans if e["name"][0] in "FBW"]
+    kinds = [f"{kind}0.{m}" for kind in "FBW" for m in range(4)]
+    assert sorted(done) == sorted((r, s, a) for r in (0, 1) for s in range(3) for a in kinds)
+    for rank in (0, 1):
+        ends = [(e["ts"], e["ts"] + e["dur"]) for e in spans if e["pid"] == rank]
+        assert all(end <= start + 1 for (_, end), (start, _) in itertools.pairwise(sorted(ends)))
