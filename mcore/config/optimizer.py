@@ -21,14 +21,24 @@ WEIGHT_DECAY_INCR_STYLES = ("constant", "linear", "cosine")
 class OptimizerConfig:
     """The update rule. Parameters in a lower precision than fp32 get fp32 main parameters."""
 
-    optimizer: Literal["adam"] = flag("adam", help="Update rule: adam (decoupled weight decay).")
+    optimizer: Literal["adam", "sgd", "lion"] = flag("adam", help="Update rule.")
     lr: float | None = flag(None, help="Highest learning rate, reached at the end of the warmup.")
     min_lr: float = flag(0.0, help="Lowest learning rate of the decay.")
-    weight_decay: float = flag(
-        0.01, help="Decoupled weight decay; not applied to biases and 1-D parameters."
+    decoupled_lr: float | None = flag(
+        None, help="Highest learning rate of the word embedding and the output layer; --lr if none."
+    )
+    decoupled_min_lr: float | None = flag(
+        None, help="Lowest learning rate of these two; --min-lr when absent."
+    )
+    weight_decay: float = flag(0.01, help="Weight decay; not applied to biases and 1-D parameters.")
+    decoupled_weight_decay: bool = flag(
+        True, help="Decay weights beside the update (AdamW) rather than through the gradient (L2)."
     )
     adam_beta1: float = flag(0.9, help="Decay of Adam's running mean of gradients.")
     adam_beta2: float = flag(0.999, help="Decay of Adam's running mean of squared gradients.")
+    sgd_momentum: float = flag(0.9, help="Decay of SGD's running sum of gradients.")
+    lion_beta1: float = flag(0.95, help="Weight of Lion's running mean in its update.")
+    lion_beta2: float = flag(0.98, help="Decay of Lion's running mean of gradients.")
     adam_eps: float = flag(1e-8, help="Added to the denominator of Adam's update.")
     clip_grad: float = flag(
         1.0, help="Largest global L2 norm of the gradient; 0 = measured, not clipped."
@@ -49,14 +59,22 @@ class OptimizerConfig:
     )
 
     def __post_init__(self) -> None:
-        choose(self.optimizer, ("adam",), "optimizer")
+        choose(self.optimizer, ("adam", "sgd", "lion"), "optimizer")
         if self.min_lr < 0:
             raise ConfigError(f"min_lr is {self.min_lr}; it must not be negative")
         if self.lr is not None and self.lr < self.min_lr:
             raise ConfigError(f"lr ({self.lr}) must not be below min_lr ({self.min_lr})")
         if self.clip_grad < 0:
             raise ConfigError(f"clip_grad is {self.clip_grad}; use 0 to switch clipping off")
-        for name, beta in (("adam_beta1", self.adam_beta1), ("adam_beta2", self.adam_beta2)):
+        if self.decoupled_lr is None and self.decoupled_min_lr is not None:
+            raise ConfigError("decoupled_min_lr needs decoupled_lr")
+        lowest = self.min_lr if self.decoupled_min_lr is None else self.decoupled_min_lr
+        if self.decoupled_lr is not None and self.decoupled_lr < lowest:
+            raise ConfigError(
+                f"decoupled_lr ({self.decoupled_lr}) must not be below decoupled_min_lr ({lowest})"
+            )
+        names = ("adam_beta1", "adam_beta2", "sgd_momentum", "lion_beta1", "lion_beta2")
+        for name, beta in ((name, getattr(self, name)) for name in names):
             if not 0 <= beta < 1:
                 raise ConfigError(f"{name} is {beta}; it must lie in [0, 1)")
         if self.adam_eps <= 0:

@@ -285,7 +285,8 @@ class DistributedDataParallel(DataParallelModule):
                 )
 
     def held_parts(self) -> Iterator[ParamPart]:
-        """All parameters, whole."""
+        """All parameters, whole; those under way are waited for."""
+        self.finish_param_sync()
         for name, param in global_named_parameters(self.module):
             sharding = sharding_of(param, self.context.tp)
             run = FlatRange.whole(param)

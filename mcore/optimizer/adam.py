@@ -1,4 +1,4 @@
-"""AdamW: torch's fused kernels, with state that exists from the start."""
+"""Adam: torch's fused kernels, with state that exists from the start."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from mcore.errors import ConfigError
 from mcore.optimizer.param_groups import ParamGroup
 
 
-class Adam(torch.optim.AdamW):
-    """Adam with decoupled weight decay, one fused kernel per group.
+class Adam(torch.optim.Adam):
+    """Adam with decoupled weight decay (or L2, added to the gradient), one fused kernel per group.
 
     m = beta1 m + (1 - beta1) g,  v = beta2 v + (1 - beta2) g^2,
     p = p (1 - lr wd) - lr (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps)
@@ -31,6 +31,7 @@ class Adam(torch.optim.AdamW):
             betas=(config.adam_beta1, config.adam_beta2),
             eps=config.adam_eps,
             weight_decay=config.weight_decay,
+            decoupled_weight_decay=config.decoupled_weight_decay,
             fused=True,
         )
         for group in self.param_groups:

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from mcore.config.optimizer import OptimizerConfig
 from mcore.distributed import DataParallelModule, ParamPart
 from mcore.errors import ConfigError
-from mcore.optimizer.adam import Adam
 from mcore.optimizer.clip_grads import clip_grad_by_total_norm_, get_grad_norm
 from mcore.optimizer.grad_scaler import build_grad_scaler
 from mcore.optimizer.param_groups import ParamGroup, build_param_groups, collect_params
+from mcore.optimizer.rules import build_rule
 from mcore.parallel_state import parallel_context_or_single
 from mcore.topology.context import ParallelContext
 from mcore.topology.group import Group
@@ -55,7 +55,7 @@ class MegatronOptimizer:
         self.config = config
         self.context = context
         self.params = collect_params(model_chunks, context)
-        self.optimizer = Adam(build_param_groups(self.params, config), config)
+        self.optimizer = build_rule(build_param_groups(self.params, config), config)
         devices = [param.device for chunk in model_chunks for param in chunk.parameters()]
         self._device = devices[0] if devices else torch.device("cpu")
         self.grad_scaler = build_grad_scaler(config, self._device)
@@ -144,9 +144,9 @@ class MegatronOptimizer:
         """State per parameter, to read and to write in place.
 
         Yields:
-            Global name, parameter, and `exp_avg`, `exp_avg_sq` and, for a parameter in low
-            precision, `main_param`: tensors of the parameter's local shape (1-D runs of it where
-            the state is sharded), there before any step.
+            Global name, parameter, and the rule's state (`exp_avg` and `exp_avg_sq` of Adam) with,
+            for a parameter in low precision, `main_param`: tensors of the parameter's local shape
+            (1-D runs of it where the state is sharded), there before any step.
         """
         for part, tensors in self.state_parts():
             yield part.name, part.param, tensors

@@ -64,6 +64,11 @@ class OptimizedParam:
         is_bias = self.name == "bias" or self.name.endswith(".bias")
         return len(self.sharding.global_shape) > 1 and not is_bias
 
+    @property
+    def is_embedding_or_output(self) -> bool:
+        """Whether it is the word embedding or the output layer, by Megatron's names."""
+        return self.name.endswith(("word_embeddings.weight", "output_layer.weight"))
+
     def gradient(self) -> Tensor | None:
         """Gradient in the precision of `main`: from the data-parallel wrapper, or autograd's."""
         grad = self.read_gradient()
@@ -109,19 +114,34 @@ def build_param_groups(
 ) -> list[ParamGroup]:
     """A group with weight decay and one without, also where a pipeline stage leaves one empty.
 
-    Groups carry no `max_lr` and `min_lr`, unlike Megatron's: the scheduler has them, and a second
-    copy would win over it when the schedule is changed.
+    A learning rate of their own (`decoupled_lr`) puts the word embedding and the output layer into
+    a group that carries `max_lr` and `min_lr`. The others carry none, unlike Megatron's: the
+    scheduler has them, and a second copy would win over it when the schedule is changed.
     """
-    return [
-        {
-            "params": [p.main for p in params if p.is_decayed == is_decayed],
-            "lr": config.lr,
+    groups: list[ParamGroup] = []
+    kinds = [(False, True), (False, False)]
+    if config.decoupled_lr is not None:
+        kinds.append((True, True))
+    for is_decoupled, is_decayed in kinds:
+        wd_mult = 1.0 if is_decayed else 0.0
+        group: ParamGroup = {
+            "params": [
+                p.main
+                for p in params
+                if p.is_decayed == is_decayed
+                and (config.decoupled_lr is not None and p.is_embedding_or_output) == is_decoupled
+            ],
+            "lr": config.decoupled_lr if is_decoupled else config.lr,
             "weight_decay": config.weight_decay * wd_mult,
             "lr_mult": 1.0,
             "wd_mult": wd_mult,
         }
-        for is_decayed, wd_mult in ((True, 1.0), (False, 0.0))
-    ]
+        if is_decoupled:
+            lowest = config.decoupled_min_lr
+            group["max_lr"] = config.decoupled_lr
+            group["min_lr"] = config.min_lr if lowest is None else lowest
+        groups.append(group)
+    return groups
 
 
 def _main_param(part: ParamPart) -> nn.Parameter:

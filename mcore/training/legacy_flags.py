@@ -228,10 +228,6 @@ _NOT_BUILT: Mapping[str, tuple[str, ...]] = {
         "--deepspeed-activation-checkpointing",
         "--partition-activations",
     ),
-    "this optimizer option is not built yet; drop it": (
-        "--decoupled-lr",
-        "--decoupled-min-lr",
-    ),
     "mixture-of-experts models are not built; drop it": (
         "--num-experts",
         "--expert-model-parallel-size",
