@@ -44,7 +44,7 @@ def _world(config: RunConfig, world_size: int) -> str | None:
             cp=model.context_parallel_size,
         )
     except TopologyError as error:
-        return spelled_as_flags(str(error), type(model))
+        return str(error)
     return None
 
 
@@ -293,7 +293,8 @@ CHECKS: tuple[Check, ...] = (
 
 def check(config: RunConfig, world_size: int) -> None:
     """Raise one `ConfigError` that lists everything wrong with a configuration."""
-    refuse([problem for rule in CHECKS if (problem := rule(config, world_size)) is not None])
+    problems = [problem for rule in CHECKS if (problem := rule(config, world_size)) is not None]
+    refuse([spelled_as_flags(problem, type(config.model)) for problem in problems])
 
 
 def refuse(problems: Sequence[str]) -> None:

@@ -90,11 +90,11 @@ def test_torchrun_trains_saves_and_computes_what_the_tests_compute(corpus, tmp_p
 
 
 def test_a_refused_command_line_is_told_once_and_nothing_else_is(corpus, tmp_path):
-    words = command(corpus, 4, "--tensor-model-parallel-size 3 --num-layer 2")
+    words = command(corpus, 4, "--tensor-model-parallel-size 3 --hidden-siz 2")
     done, errors = torchrun(tmp_path, 2, PROGRAM, *words)
     assert done.returncode != 0
     assert sum(text.count("error:") for text in errors) == 1
-    assert "did you mean --num-layers?" in "".join(errors)
+    assert "did you mean --hidden-size?" in "".join(errors)
     assert not any("Traceback" in text for text in errors)
 
 

@@ -10,6 +10,7 @@ from mcore.topology.context import ParallelContext
 from mcore.training.arguments import build_config, parse
 from mcore.training.initialize import Runtime
 from mcore.training.logging import RunLog
+from mcore.training.pipeline_plan import plan_pipeline
 from mcore.training.step import StepOutcome
 
 WORDS = (
@@ -30,7 +31,7 @@ def _logger():
 def run_log(extra=""):
     configure(0, 1)  # here, since the logger keeps the stdout of this moment
     config = build_config(parse([*WORDS.split(), *extra.split()]))
-    runtime = Runtime(ParallelContext.single(), torch.device("cpu"), owns_world=False)
+    runtime = Runtime(ParallelContext.single(), torch.device("cpu"), False, plan_pipeline(config))
     return RunLog(config, resolve(config, 1), runtime, 0)
 
 
