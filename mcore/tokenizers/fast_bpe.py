@@ -30,7 +30,7 @@ _PROBES = (
     "I'll say it's they're we've I'd don't I'm 'S 'LL ''s",
     "tabs\t\tand  two   three    spaces \n\n  \r\n end ",
     "1234567890 3.14 1,000,000 x2y3 \u0661\u0662\u0663 \u00bd\u00b2 \u2167 \u3007",
-    "na\u00efve caf\u00e9 e\u0301 \u00df \u0130i \u01c5 \ufb03 \u1e9e",
+    "na\u00efve ol\u00e9 e\u0301 \u00df \u0130i \u01c5 \ufb03 \u1e9e",
     "\u4f60\u597d\uff0c\u4e16\u754c\u3002 \u3053\u3093\u306b\u3061\u306f \uc548\ub155",
     "\u0e2a\u0e27\u0e31\u0e2a\u0e14\u0e35 \u0928\u092e\u0938\u094d\u0924\u0947",
     "\u0645\u0631\u062d\u0628\u0627 \u05e9\u05c1\u05b8\u05dc\u05d5\u05b9\u05dd \U0001d49c",
@@ -79,8 +79,8 @@ class FastBytePairs:
         """Token ids of a text, int32; None where this core cannot read it."""
         if len(text) >= _MANY and _MANY_BLANKS.search(text):
             return None
-        ranks = self._backend.encode_to_numpy(text, disallowed_special=())
-        return self._ids[ranks]
+        # The library's own way to arrays looks for special tokens too, at twice the time.
+        return self._ids[np.array(self._backend.encode_ordinary(text), np.int32)]
 
 
 def read_merges(path: str) -> list[tuple[str, str]]:

@@ -99,8 +99,7 @@ class TikTokenizer:
 
     def encode_texts(self, texts: Sequence[str]) -> EncodedTexts:
         """Token ids of many texts as arrays."""
-        encode = self._backend.encode_to_numpy
-        return lay_end_to_end([encode(text, disallowed_special=()) for text in texts])
+        return lay_end_to_end([self._backend.encode_ordinary(text) for text in texts])
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """The text of token ids, special tokens spelled out."""

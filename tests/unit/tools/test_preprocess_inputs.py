@@ -2,6 +2,8 @@
 
 import io
 import json
+import struct
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -9,7 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mcore.cli.main import main as mcore
 from mcore.config.tokenizer import TokenizerConfig
+from mcore.data import IndexedDataset
 from mcore.data.corpus_meta import TokenizerIdentity, check_meta, read_meta
 from mcore.errors import DataError
 from mcore.tokenizers import build_tokenizer, encode_texts, fingerprint
@@ -17,6 +21,7 @@ from tests.unit.tools.test_preprocess_data import (
     BPE,
     BYTES,
     GOLDEN,
+    environment,
     null,
     read_indexed,
     run,
@@ -292,3 +297,51 @@ class TestMeta:
 
     def test_foreign_files_have_none(self, tmp_path):
         check_meta(str(tmp_path / "foreign"), 5, self.identity(TestFastByteLevelBPE.CONFIG))
+
+
+class TestScale:
+    def peak(self, tmp_path, documents):
+        """Largest resident memory of a run over documents of one word, in bytes."""
+        source = tmp_path / f"{documents}.jsonl"
+        source.write_text('{"text": "word"}\n' * documents)
+        script = (
+            "import resource, sys\n"
+            "from tools.preprocess_data import main\n"
+            "assert main(sys.argv[1:]) == 0\n"
+            "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)\n"
+        )
+        words = ["--input", str(source), "--output-prefix", str(tmp_path / "o"), *BYTES]
+        words += ["--workers", "1", "--log-interval", "0"]
+        done = subprocess.run(
+            [sys.executable, "-c", script, *words],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            env=environment(),
+            check=True,
+        )
+        return int(done.stdout.split()[-1])
+
+    def test_memory_does_not_grow_with_documents(self, tmp_path):
+        growth = self.peak(tmp_path, 300_000) - self.peak(tmp_path, 30_000)
+        assert growth < 270_000 * 20
+
+    @pytest.mark.full
+    def test_a_merge_beyond_4_gigabytes(self, tmp_path):
+        """Two sparse files of 1.2e9 tokens each, with marks at their ends."""
+        header = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, 3, 4)
+        lengths = [600_000_000, 599_999_997, 3]
+        pointers = [0, 1_200_000_000, 2_399_999_994]
+        for name in ("a", "b"):
+            body = struct.pack("<3i3q4q", *lengths, *pointers, 0, 1, 2, 3)
+            (tmp_path / f"{name}.idx").write_bytes(header + body)
+            with open(tmp_path / f"{name}.bin", "wb") as file:
+                file.truncate(2_400_000_000)
+                file.seek(2_399_999_994)
+                file.write(np.array([7, 8, ord(name)], "<u2").tobytes())
+        prefixes = [str(tmp_path / name) for name in ("a", "b")]
+        assert mcore(["data", "merge", *prefixes, "--output-prefix", str(tmp_path / "m")]) == 0
+        merged = IndexedDataset(str(tmp_path / "m"))
+        assert merged[2].tolist() == [7, 8, ord("a")]
+        assert merged[5].tolist() == [7, 8, ord("b")]
+        assert int(merged.sequence_pointers[5]) == 4_799_999_994
