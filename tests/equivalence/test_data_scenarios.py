@@ -27,7 +27,7 @@ def on(prefix, *more, iterations=3):
     return words
 
 
-@pytest.mark.parametrize("tokens", [1, 2, SEQUENCE - 1, SEQUENCE, SEQUENCE + 1, SEQUENCE + 2])
+@pytest.mark.parametrize("tokens", [1, SEQUENCE, SEQUENCE + 2])
 def test_a_tiny_corpus_is_repeated(tmp_path, tokens):
     corpus = write_tokens(tmp_path / "c", tokens)
     assert series(train(on(corpus)), "iteration") == [1, 2, 3]

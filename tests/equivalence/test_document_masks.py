@@ -84,7 +84,9 @@ def test_a_token_does_not_depend_on_an_earlier_document(layout):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("positions", ["learned_absolute", "rope"])
+@pytest.mark.parametrize(
+    "positions", [pytest.param("learned_absolute", marks=pytest.mark.full), "rope"]
+)
 def test_training_is_that_of_one_process(tmp_path, positions):
     corpus = write_corpus(tmp_path / "corpus")
     flags = command(corpus, 3, FLAGS, f"--position-embedding-type {positions}", micro=2)
