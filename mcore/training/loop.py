@@ -70,6 +70,8 @@ class Run:
                     break
         finally:
             close(streams)
+        for chunk in state.chunks:
+            chunk.finish_param_sync()
         if options.save is not None and saved != state.iteration:
             self.save()
 

@@ -1,0 +1,64 @@
+"""What a rank keeps between steps, in bytes per parameter, against the published table."""
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+from mcore import parallel_state
+from mcore.config.distributed import STRATEGIES, DistributedDataParallelConfig
+from mcore.distributed import (
+    DistributedDataParallel,
+    FullyShardedDataParallel,
+    finalize_model_grads,
+)
+from mcore.optimizer import OptimizerConfig, get_megatron_optimizer
+from mcore.testing import run_distributed
+
+#: By stage: bytes that every rank has, and bytes that are shared out.
+TABLE = {
+    torch.float32: [(16, 0), (8, 8), (4, 12), (0, 16)],
+    torch.bfloat16: [(18, 0), (6, 12), (2, 16), (0, 16)],
+}
+
+
+def storages():
+    """Bytes of every tensor memory of this process, by address."""
+    gc.collect()
+    found = {}
+    for thing in gc.get_objects():
+        if isinstance(thing, torch.Tensor) and type(thing) in (torch.Tensor, nn.Parameter):
+            memory = thing.untyped_storage()
+            if memory.nbytes():
+                found[memory.data_ptr()] = memory.nbytes()
+    return found
+
+
+def measure(stage, dtype):
+    context = parallel_state.initialize_model_parallel()
+    before = set(storages())
+    net = nn.Sequential(*(nn.Linear(64, 64) for _ in range(24))).to(dtype)
+    numel = sum(p.numel() for p in net.parameters())
+    config = DistributedDataParallelConfig(data_parallel_sharding_strategy=STRATEGIES[stage])
+    wrapper = FullyShardedDataParallel if stage == 3 else DistributedDataParallel
+    chunk = wrapper(None, config, net)
+    optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-3), [chunk])
+    for _ in range(2):
+        chunk.zero_grad_buffer()
+        chunk(torch.ones(2, 64, dtype=dtype)).float().sum().backward()
+        finalize_model_grads([chunk])
+        optimizer.step()
+    held = sum(size for place, size in storages().items() if place not in before)
+    return held / numel, context.dp.size
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.full)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("stage", range(4))
+def test_bytes_per_parameter(stage, dtype, world_size):
+    results = run_distributed(measure, world_size, stage, dtype)
+    mean = sum(held for held, _ in results) / world_size
+    whole, shared = TABLE[dtype][stage]
+    assert mean == pytest.approx(whole + shared / world_size, rel=0.03)
