@@ -29,6 +29,10 @@ class ScheduleError(McoreError, RuntimeError):
     """A pipeline plan that is wrong, or that failed while it ran."""
 
 
+class LostPeerError(ScheduleError):
+    """Another rank of the pipeline died, or was silent for longer than the timeout."""
+
+
 class CheckpointError(McoreError, RuntimeError):
     """A checkpoint that is absent, damaged, incomplete or does not fit the model."""
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mcore.errors import ScheduleError, ShapeError
+from mcore.errors import LostPeerError, ShapeError
 from mcore.pipeline_parallel.actions import Kind
 from mcore.pipeline_parallel.communication import Batch
 from mcore.pipeline_parallel.messages import Message
@@ -91,7 +91,7 @@ class P2PCommunicator:
         Raises:
             ShapeError: a tensor to be sent has another shape or dtype than was announced, which
                 the receiver could not know.
-            ScheduleError: a peer is gone.
+            LostPeerError: a peer is gone.
         """
         sends = tuple(
             tuple(tensor.contiguous() for tensor in outgoing[message]) for message in batch.sends
@@ -118,7 +118,7 @@ class P2PCommunicator:
         Comm: on gloo the host waits until they are there, on CUDA the current stream.
 
         Raises:
-            ScheduleError: a peer is gone, or silent for longer than the group's timeout.
+            LostPeerError: a peer is gone, or silent for longer than the group's timeout.
         """
         while message not in self._received:
             assert self._posted, f"the receive of {message} was not posted"
@@ -152,7 +152,7 @@ class P2PCommunicator:
         except RuntimeError as error:
             raise self._lost(batch, error) from error
 
-    def _lost(self, batch: Batch, error: RuntimeError) -> ScheduleError:
+    def _lost(self, batch: Batch, error: RuntimeError) -> LostPeerError:
         """A peer died or stands still: say which, and what it was to do."""
         ranks = self._group.ranks
         owed = [
@@ -165,10 +165,10 @@ class P2PCommunicator:
             f"{ranks[m.destination]})"
             for m in batch.sends
         ]
-        return ScheduleError(
+        return LostPeerError(
             f"pipeline rank {self._group.rank} (global rank {self._group.global_rank}) has lost a "
             f"peer while it waited for {' and '.join(owed)}: that process died or stands still "
-            f"({str(error).splitlines()[0]})"
+            f"({_first_sentence(error)})"
         )
 
     def _operations(
@@ -248,3 +248,7 @@ def _read_header(header: Tensor) -> tuple[TensorSpec, ...]:
 def _describe(specs: Sequence[TensorSpec]) -> str:
     listed = (f"{list(spec.shape)} {str(spec.dtype).removeprefix('torch.')}" for spec in specs)
     return f"{'a tensor' if len(specs) == 1 else f'{len(specs)} tensors'}: {', '.join(listed)}"
+
+
+def _first_sentence(error: Exception) -> str:
+    return str(error).split("\n", 1)[0].split(". ", 1)[0]

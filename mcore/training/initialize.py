@@ -143,8 +143,8 @@ def finish(runtime: Runtime) -> None:
 
 
 def is_loss_of_peer(error: RuntimeError) -> bool:
-    """Whether a collective failed since another rank ended, which will have said why itself."""
-    lost = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited")
+    """Whether a collective failed since another rank ended or stands still."""
+    lost = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited", "Timed out")
     return any(text in str(error) for text in lost)
 
 

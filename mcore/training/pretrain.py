@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from mcore.config.checks import check
 from mcore.config.run import RunConfig, batch_size_calculator, resolve
 from mcore.data.token_budget import BudgetedConversations
-from mcore.errors import CheckpointError, McoreError
+from mcore.errors import CheckpointError, LostPeerError, McoreError
 from mcore.log import get_logger, report_error, warn_ignored
 from mcore.pipeline_parallel.executor import ForwardStepFunc
 from mcore.tokenizers import build_tokenizer
@@ -89,6 +89,9 @@ def pretrain(
         _refuse(error, launch)
     try:
         run(prepared, launch, Providers(datasets_provider, model_provider, forward_step))
+    except LostPeerError as error:
+        report_error(f"rank {launch.rank}: {error}")
+        leave_now(1)
     except McoreError as error:
         if launch.rank > 0:
             time.sleep(_OTHERS_WAIT_SECONDS)
@@ -97,7 +100,10 @@ def pretrain(
     except RuntimeError as error:
         if not is_loss_of_peer(error):
             raise
-        report_error(f"rank {launch.rank}: another rank has ended; its own message says why")
+        report_error(
+            f"rank {launch.rank}: another rank has ended, and its own message says why; or it was "
+            f"silent for longer than --distributed-timeout-minutes ({str(error).splitlines()[0]})"
+        )
         leave_now(1)
 
 

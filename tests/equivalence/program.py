@@ -82,6 +82,7 @@ def train(
     *,
     records: Path | None = None,
     dtype: torch.dtype | None = None,
+    providers: Providers = PROVIDERS,
 ) -> Records:
     """Run a command line at a layout and return what it recorded.
 
@@ -90,10 +91,12 @@ def train(
         layout: how to run it.
         records: the record file, where a test goes on with it.
         dtype: type of the parameters, where no flag reaches it (float64).
+        providers: model and data; those of pretrain_gpt.py.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "records.jsonl") if records is None else records
-        train_and_inspect([*flags, "--metrics-jsonl", str(path)], layout, dtype=dtype)
+        words = [*flags, "--metrics-jsonl", str(path)]
+        train_and_inspect(words, layout, dtype=dtype, providers=providers)
         return read_records(path)
 
 
@@ -103,10 +106,11 @@ def train_and_inspect(
     inspect: Inspect | None = None,
     *,
     dtype: torch.dtype | None = None,
+    providers: Providers = PROVIDERS,
 ) -> list[Any]:
     """Run a command line at a layout and return what `inspect` says on every rank."""
     words = [*flags, *layout.flags, "--device", "cpu"]
-    work = (words, inspect, dtype)
+    work = (words, inspect, dtype, providers)
     if layout.world_size > 1:
         return run_distributed(_run_here, layout.world_size, *work, timeout=TIMEOUT_SECONDS)
     if "RANK" in os.environ:
@@ -138,7 +142,9 @@ def largest_relative_difference(first: Records, second: Records, name: str = "gr
     return max(abs(a - b) / abs(b) for a, b in pairs)
 
 
-def _run_here(words: list[str], inspect: Inspect | None, dtype: torch.dtype | None) -> Any:
+def _run_here(
+    words: list[str], inspect: Inspect | None, dtype: torch.dtype | None, providers: Providers
+) -> Any:
     launch = Launch(0, 1, 0)
     if dist.is_initialized():
         launch = Launch(dist.get_rank(), dist.get_world_size(), dist.get_rank())
@@ -147,7 +153,7 @@ def _run_here(words: list[str], inspect: Inspect | None, dtype: torch.dtype | No
         if dtype is not None:
             model = replace(prepared.config.model, params_dtype=dtype)
             prepared = replace(prepared, config=replace(prepared.config, model=model))
-        state = run(prepared, launch, PROVIDERS)
+        state = run(prepared, launch, providers)
         return None if inspect is None else inspect(state)
 
 

@@ -14,7 +14,13 @@ from mcore.pipeline_parallel import (
     get_forward_backward_func,
 )
 from mcore.testing import run_distributed
-from tests.unit.pipeline_parallel.tiny_stages import peak_of_saved_tensors, reference, run_schedule
+from tests.unit.pipeline_parallel.tiny_stages import (
+    peak_of_saved_tensors,
+    reference,
+    reference_two_tensors,
+    run_schedule,
+    run_two_tensors,
+)
 
 
 @pytest.mark.dist
@@ -76,6 +82,26 @@ def test_memory_is_that_of_the_microbatches_in_flight(schedule, in_flight):
         assert one > 0
         assert [saved for saved, _ in peaks] == [one * in_flight(rank, m) for m in counts]
         assert [outputs for _, outputs in peaks] == [0] * len(counts)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("fixed", [True, False], ids=["announced", "varying"])
+@pytest.mark.parametrize(
+    ("pp", "schedule"),
+    [
+        (2, Schedule(name="1f1b")),
+        (4, Schedule(name="zb-h1")),
+        (2, Schedule(name="interleaved-1f1b", num_chunks=2)),
+        (4, Schedule(name="zb-v", num_chunks=2)),
+    ],
+    ids=["1f1b", "zb-h1", "interleaved", "zb-v"],
+)
+def test_several_tensors_of_any_shape(pp, schedule, fixed):
+    m, num_stages = 2 * pp + 1, pp * schedule.num_chunks
+    by_rank = run_distributed(run_two_tensors, pp, pp, schedule, m, fixed, timeout=60)
+    got = {stage: grads for grads in by_rank for stage, grads in grads.items()}
+    for stage, wanted in enumerate(reference_two_tensors(num_stages, m, fixed)):
+        torch.testing.assert_close(got[stage], wanted, rtol=1e-12, atol=1e-12)
 
 
 def test_the_schedule_follows_the_layout():

@@ -6,6 +6,7 @@ import random
 import time
 import weakref
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -190,6 +191,70 @@ def run_schedule(pp: int, schedule: Schedule, cases: list[tuple[int, str, bool]]
         tokens = None if recorder.tokens is None else float(recorder.tokens)
         results.append((grads, [loss_of(record) for record in records], tokens))
     return results
+
+
+class TwoTensors(nn.Module):
+    """Sends an activation and the integers that it came from; lengths differ by microbatch."""
+
+    def __init__(self, stage: int, num_stages: int) -> None:
+        super().__init__()
+        self.inner = Stage(stage, num_stages)
+        self.config = SimpleNamespace(variable_seq_lengths=True)
+        self.tokens: Tensor | None = None
+
+    def set_input_tensor(self, input_tensor: list[Any]) -> None:
+        if input_tensor[0] is not None:
+            self.inner.set_input_tensor([input_tensor[0]])
+            self.tokens = input_tensor[1]
+
+    def forward(self, tokens: Tensor) -> Any:
+        if self.inner.embedding is not None:
+            self.tokens = tokens
+        assert self.tokens is not None
+        assert torch.equal(self.tokens, tokens)
+        x = self.inner(tokens)
+        return x if self.inner.head is not None else [x, self.tokens]
+
+
+def cut_microbatch(index: int, fixed: bool) -> tuple[Tensor, Tensor]:
+    """A microbatch of its own length, or of full length."""
+    tokens, mask = microbatch(index)
+    length = SEQ if fixed else 1 + index % SEQ
+    return tokens[:length], mask[:length].clone().fill_(1.0)
+
+
+def run_two_tensors(pp: int, schedule: Schedule, m: int, fixed: bool) -> dict[int, Any]:
+    """This rank's gradients by stage, with shapes that are announced or not."""
+    v, placement = schedule.num_chunks, schedule.placement(pp)
+    ctx = parallel_state.initialize_model_parallel(
+        1, pp, v if v > 1 else None, stage_placement=placement
+    )
+    stages = [placement.stage(ctx.pp.rank, chunk) for chunk in range(v)]
+    chunks = [TwoTensors(stage, pp * v) for stage in stages]
+    get_forward_backward_func(schedule=schedule)(
+        forward_step_func=forward_step_with("sum", random.Random(ctx.pp.rank)),
+        data_iterator=[iter([cut_microbatch(i, fixed) for i in range(m)]) for _ in range(v)],
+        model=chunks,
+        num_microbatches=m,
+        seq_length=SEQ,
+        micro_batch_size=BATCH,
+        tensor_shape=[SHAPE, (SEQ, BATCH)] if fixed else None,
+        dtype=[torch.float64, torch.int64] if fixed else None,
+    )
+    return {stage: gradients(chunk.inner) for stage, chunk in zip(stages, chunks, strict=True)}
+
+
+def reference_two_tensors(num_stages: int, m: int, fixed: bool) -> list[dict[str, Tensor]]:
+    """The same in one process, by autograd alone."""
+    stages = [Stage(stage, num_stages) for stage in range(num_stages)]
+    for index in range(m):
+        tokens, mask = cut_microbatch(index, fixed)
+        x: Any = None
+        for stage in stages:
+            stage.set_input_tensor([x])
+            x = stage(tokens)
+        sum_loss(x, mask)[0].backward()
+    return [gradients(stage) for stage in stages]
 
 
 def peak_of_saved_tensors(pp: int, schedule: Schedule, counts: list[int]) -> list[tuple[int, int]]:

@@ -1,0 +1,80 @@
+"""A language model that is no transformer; run it like pretrain_gpt.py, with any of its flags.
+
+Each layer looks one token further back.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mcore.config.run import RunConfig
+from mcore.config.transformer import TransformerConfig
+from mcore.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    vocab_parallel_cross_entropy,
+)
+from mcore.training import Stage, pretrain
+from pretrain_gpt import datasets_provider, loss_func
+
+
+class ShiftLayer(nn.Module):
+    """x + MLP(norm(x), norm(x) of the token before)."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        h = config.hidden_size
+        self.norm = nn.LayerNorm(h, dtype=config.params_dtype)
+        self.now = ColumnParallelLinear(h, config.ffn_size, config=config)
+        self.before = ColumnParallelLinear(h, config.ffn_size, config=config, bias=False)
+        self.out = RowParallelLinear(config.ffn_size, h, config=config, input_is_parallel=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[s, b, h] -> [s, b, h]."""
+        now, before = self.now(self.norm(x))[0], self.before(self.norm(x))[0]
+        return x + self.out(F.silu(now + F.pad(before[:-1], (0, 0, 0, 0, 1, 0))))[0]
+
+
+class ShiftModel(nn.Module):
+    """The part of the model that a stage holds."""
+
+    def __init__(self, config: RunConfig, stage: Stage) -> None:
+        super().__init__()
+        self.config = config.model  # the schedule reads hidden_size, the shape that travels
+        self.layer_offset = stage.layers.start  # checkpoints number the layers of the whole model
+        self.layers = nn.ModuleList(ShiftLayer(config.model) for _ in stage.layers)
+        size, vocabulary = config.model.hidden_size, config.tokenizer.vocab_size or 0
+        self.input: Any = None
+        self.embedding = self.head = None
+        if stage.pre_process:
+            self.embedding = VocabParallelEmbedding(vocabulary, size, config=config.model)
+        if stage.post_process:
+            self.head = ColumnParallelLinear(size, vocabulary, config=config.model)
+
+    def set_input_tensor(self, input_tensor: list[Any]) -> None:
+        """What the stage before returned."""
+        self.input = input_tensor[0]
+
+    def forward(self, tokens: Any, labels: Any) -> Tensor:
+        """[s, b, h] to the next stage; on the last stage the loss of each token, [b, s]."""
+        x = self.input if self.embedding is None else self.embedding(tokens).transpose(0, 1)
+        for layer in self.layers:
+            x = layer(x)
+        if self.head is None:
+            return x
+        return vocab_parallel_cross_entropy(self.head(x)[0].transpose(0, 1), labels)
+
+
+def forward_step(iterator: Any, model: nn.Module) -> tuple[Tensor, Any]:
+    """Run a micro batch through this stage."""
+    tokens, labels, mask = map(next(iterator).get, ("tokens", "labels", "loss_mask"))
+    return model(tokens, labels), partial(loss_func, mask)
+
+
+if __name__ == "__main__":
+    pretrain(datasets_provider, ShiftModel, forward_step)
