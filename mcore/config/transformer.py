@@ -69,6 +69,15 @@ class TransformerConfig(ModelParallelConfig):
     qk_layernorm: bool = flag(
         False, model=True, help="Normalise each query and key head before attention."
     )
+    sliding_window: int | None = flag(
+        None,
+        model=True,
+        help="A token attends to this many tokens, the last of them itself; to all before it when "
+        "absent.",
+    )
+    sliding_window_first_layer: int = flag(
+        0, model=True, help="First layer with the sliding window, from 0; those before see all."
+    )
     rotary_interleaved: bool = flag(
         False, model=True, help="Rotate neighbouring pairs of channels rather than the two halves."
     )
@@ -136,6 +145,10 @@ class TransformerConfig(ModelParallelConfig):
         except ValueError as error:
             raise ConfigError(str(error)) from None
         self._check_heads()
+        for name, least in (("sliding_window", 1), ("sliding_window_first_layer", 0)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ConfigError(f"{name} is {value}; use a whole number from {least} up")
         for name in ("hidden_dropout", "attention_dropout"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; use a probability below 1")

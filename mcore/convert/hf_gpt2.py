@@ -68,6 +68,7 @@ class Gpt2(HfFamily):
             "swiglu": False,
             "add_bias_linear": True,
             "qk_layernorm": False,
+            "is_windowed": False,
             "num_query_groups": options.num_attention_heads,
             "kv_channels": head,
         }

@@ -13,11 +13,11 @@ from torch import Tensor
 from mcore.convert.hf_family import HfFamily
 from mcore.convert.hf_files import CONFIG, HfFolder, write_folder
 from mcore.convert.hf_gpt2 import Gpt2
-from mcore.convert.hf_llama import Llama
-from mcore.convert.model_options import ModelOptions
+from mcore.convert.hf_llama import Llama, Mistral, Qwen2, Qwen3
+from mcore.convert.model_options import ModelOptions, check_shapes
 from mcore.errors import CheckpointError, UnsupportedError
 
-FAMILIES: tuple[HfFamily, ...] = (Gpt2(), Llama())
+FAMILIES: tuple[HfFamily, ...] = (Gpt2(), Llama(), Mistral(), Qwen2(), Qwen3())
 
 
 def hf_to_state(hf_dir: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -57,7 +57,7 @@ def hf_to_state(hf_dir: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[st
             raise CheckpointError(
                 f"{' and '.join(rule.sources)} of {shapes} do not fit the configuration"
             ) from error
-    _check_shapes(options, tensors)
+    check_shapes(options, tensors)
     _check_rest(family, folder, names, tensors)
     return options.as_dict(), tensors
 
@@ -71,23 +71,6 @@ def _family_of(folder: HfFolder) -> HfFamily:
             return family
     known = ", ".join(family.model_type for family in FAMILIES)
     raise UnsupportedError(f"model_type is {model_type!r}; these can be converted: {known}")
-
-
-def _check_shapes(options: ModelOptions, tensors: Mapping[str, Tensor]) -> None:
-    shapes = options.shapes()
-    absent, unknown = shapes.keys() - tensors.keys(), tensors.keys() - shapes.keys()
-    if absent or unknown:
-        raise CheckpointError(
-            f"the parameters are not those of the model: absent {sorted(absent)}, "
-            f"unknown {sorted(unknown)}"
-        )
-    wrong = [
-        f"{name} has {list(tensors[name].shape)}, the options say {list(shape)}"
-        for name, shape in shapes.items()
-        if tuple(tensors[name].shape) != shape
-    ]
-    if wrong:
-        raise CheckpointError(f"shapes contradict the options: {'; '.join(wrong)}")
 
 
 def _check_rest(
@@ -111,7 +94,10 @@ def _check_rest(
 
 
 def state_to_hf(
-    model_options: Mapping[str, Any], tensors: Mapping[str, Tensor], hf_dir: str | os.PathLike[str]
+    model_options: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    hf_dir: str | os.PathLike[str],
+    model_type: str | None = None,
 ) -> None:
     """Write a folder that transformers 4 and 5 load.
 
@@ -119,13 +105,14 @@ def state_to_hf(
         model_options: options that define the model, under Megatron's names.
         tensors: its parameters by name, with global shapes; taken one by one.
         hf_dir: the folder; weights and configuration that are there are replaced.
+        model_type: the family; the first that fits when None.
 
     Raises:
         CheckpointError: parameters that do not fit the options, or a full disk.
         UnsupportedError: no family fits; the message names the options.
     """
     options = ModelOptions.from_mapping(model_options)
-    family = fitting_family(options)
+    family = fitting_family(options, model_type)
     absent = options.shapes().keys() - tensors.keys()
     if absent:
         raise CheckpointError(f"parameters are absent: {', '.join(sorted(absent))}")
@@ -144,14 +131,20 @@ def state_to_hf(
     write_folder(Path(hf_dir), config, _translated(family, options, tensors))
 
 
-def fitting_family(options: ModelOptions) -> HfFamily:
+def fitting_family(options: ModelOptions, model_type: str | None = None) -> HfFamily:
     """The family that a model belongs to.
+
+    Args:
+        options: of the model.
+        model_type: the only family to consider; None = the first that fits.
 
     Raises:
         UnsupportedError: there is none; the message says for each why.
     """
     reasons = []
     for family in FAMILIES:
+        if model_type not in (None, family.model_type):
+            continue
         misfits = family.misfits(options)
         if not misfits:
             return family

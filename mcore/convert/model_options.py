@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from torch import Tensor
+
 from mcore.errors import CheckpointError, UnsupportedError
 
 # Stored beside the others and without influence on what the model computes.
@@ -48,6 +50,14 @@ class ModelOptions:
     rotary_base: float = 10000.0
     rotary_percent: float = 1.0
     rotary_interleaved: bool = False
+    rotary_seq_len_interpolation_factor: float | None = None
+    use_rope_scaling: bool = False
+    rope_scaling_factor: float = 8.0
+    rope_low_freq_factor: float = 1.0
+    rope_high_freq_factor: float = 4.0
+    rope_original_max_positions: int = 8192
+    sliding_window: int | None = None
+    sliding_window_first_layer: int = 0
     normalization: str = "LayerNorm"
     norm_epsilon: float = 1e-5
     swiglu: bool = False
@@ -101,6 +111,11 @@ class ModelOptions:
         return options
 
     @property
+    def is_windowed(self) -> bool:
+        """Whether any layer has a sliding window."""
+        return self.sliding_window is not None and self.sliding_window_first_layer < self.num_layers
+
+    @property
     def has_qkv_bias(self) -> bool:
         """Whether the QKV projection has a bias."""
         return self.add_bias_linear or self.add_qkv_bias
@@ -145,3 +160,25 @@ class ModelOptions:
         yield f"{name}.weight", (size,)
         if self.normalization == "LayerNorm":
             yield f"{name}.bias", (size,)
+
+
+def check_shapes(options: ModelOptions, tensors: Mapping[str, Tensor]) -> None:
+    """See to it that parameters are those of a model.
+
+    Raises:
+        CheckpointError: some are absent, unknown or of another shape.
+    """
+    shapes = options.shapes()
+    absent, unknown = shapes.keys() - tensors.keys(), tensors.keys() - shapes.keys()
+    if absent or unknown:
+        raise CheckpointError(
+            f"the parameters are not those of the model: absent {sorted(absent)}, "
+            f"unknown {sorted(unknown)}"
+        )
+    wrong = [
+        f"{name} has {list(tensors[name].shape)}, the options say {list(shape)}"
+        for name, shape in shapes.items()
+        if tuple(tensors[name].shape) != shape
+    ]
+    if wrong:
+        raise CheckpointError(f"shapes contradict the options: {'; '.join(wrong)}")

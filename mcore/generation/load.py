@@ -72,6 +72,7 @@ def _build(options: dict[str, Any], directory: str) -> GPTModel:
         position_embedding_type=config.gpt.position_embedding_type,
         rotary_percent=config.gpt.rotary_percent,
         rotary_base=config.gpt.rotary_base,
+        rotary_scaling=config.gpt.rotary_scaling,
     )
 
 

@@ -199,15 +199,15 @@ def _check_model(common: dict[str, Any], config: RunConfig) -> None:
     stored = common.get("model", {})
     ours = config.model_options()
     silent = {"hidden_dropout", "attention_dropout", "seq_length", "max_position_embeddings"}
+    none_counts = {"sliding_window", "rotary_seq_len_interpolation_factor"}
     tokenizer = {"tokenizer_type", "tokenizer_model", "vocab_file", "merge_file"}
     differences = [
         f"{name}: checkpoint {stored[name]!r}, this run {ours[name]!r}"
         for name in ours
         if name in stored
-        and stored[name] is not None
         and name not in silent | tokenizer
         and not name.startswith(("null_tokenizer", "vocab_extra"))
-        and ours[name] is not None
+        and (name in none_counts or None not in (stored[name], ours[name]))
         and stored[name] != ours[name]
     ]
     if differences:

@@ -76,7 +76,10 @@ class SelfAttention(nn.Module):
             tp_group=tp_group,
         )
         self.core_attention = DotProductAttention(
-            layer_number, self.num_heads * tp_group.rank, config.attention_dropout
+            layer_number,
+            self.num_heads * tp_group.rank,
+            config.attention_dropout,
+            config.sliding_window if layer_number >= config.sliding_window_first_layer else None,
         )
         self.linear_proj = RowParallelLinear(
             heads * self.head_dim,

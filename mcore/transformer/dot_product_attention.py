@@ -23,13 +23,17 @@ class DotProductAttention(nn.Module):
         layer_number: global number of the layer, from 0.
         first_head: global number of this rank's first query head.
         dropout: probability that an attention weight is dropped in training.
+        window: keys that a query sees at most, the last of them its own; None = all before it.
     """
 
-    def __init__(self, layer_number: int, first_head: int, dropout: float) -> None:
+    def __init__(
+        self, layer_number: int, first_head: int, dropout: float, window: int | None = None
+    ) -> None:
         super().__init__()
         self.layer_number = layer_number
         self.first_head = first_head
         self.dropout = dropout
+        self.window = window
 
     def forward(
         self,
@@ -53,6 +57,8 @@ class DotProductAttention(nn.Module):
             [s, b, n * d].
         """
         grouped = key.shape[2] != query.shape[2]
+        if self.window is not None and self.window < key.shape[0]:
+            attention_mask = self._windowed(query, key, attention_mask)
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [b, n, s, d]
         if self.training and self.dropout > 0.0:
             assert dropout_state is not None
@@ -69,6 +75,17 @@ class DotProductAttention(nn.Module):
             hidden = _causal(q, k) if attention_mask is None else attention_mask
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=~hidden, enable_gqa=grouped)
         return out.permute(2, 0, 1, 3).flatten(2)
+
+    def _windowed(self, query: Tensor, key: Tensor, attention_mask: AttentionMask) -> Tensor:
+        """The mask with keys hidden that lie before the window; shapes as in `forward`."""
+        assert self.window is not None
+        queries, keys = query.shape[0], key.shape[0]
+        places = torch.arange(keys - queries, keys, device=query.device)[:, None]
+        distance = places - torch.arange(keys, device=query.device)  # [s, k]
+        if isinstance(attention_mask, PackedDocuments):
+            attention_mask = attention_mask.hidden()
+        hidden = distance < 0 if attention_mask is None else attention_mask
+        return hidden | (distance >= self.window)
 
     def _spelled_out(
         self,

@@ -6,11 +6,13 @@ and Hugging Face, neighbouring channels (`interleaved`) that of the paper.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from mcore.config.gpt import RotaryScaling
 from mcore.errors import ShapeError
 
 
@@ -29,6 +31,7 @@ class RotaryEmbedding(nn.Module):
         rotary_percent: part of the channels that is rotated.
         rotary_interleaved: pair neighbouring channels rather than the two halves.
         rotary_base: base of the frequencies.
+        scaling: how they are stretched; None = not at all.
 
     Raises:
         ShapeError: the rotated channels are not an even number of at least 2.
@@ -43,6 +46,7 @@ class RotaryEmbedding(nn.Module):
         rotary_percent: float = 1.0,
         rotary_interleaved: bool = False,
         rotary_base: float = 10000.0,
+        scaling: RotaryScaling | None = None,
     ) -> None:
         super().__init__()
         self.rotated = int(kv_channels * rotary_percent)
@@ -54,6 +58,8 @@ class RotaryEmbedding(nn.Module):
             )
         channels = torch.arange(0, self.rotated, 2, dtype=torch.float32)
         inv_freq = 1.0 / (rotary_base ** (channels / self.rotated))
+        if scaling is not None:
+            inv_freq = _stretched(inv_freq, scaling)
         self.register_buffer("inv_freq", inv_freq, persistent=False)
 
     def forward(
@@ -110,3 +116,13 @@ def _rotate_half(x: Tensor, interleaved: bool) -> Tensor:
         return torch.stack([-odd, even], dim=-1).flatten(-2)
     first, second = x.chunk(2, dim=-1)
     return torch.cat([-second, first], dim=-1)
+
+
+def _stretched(inv_freq: Tensor, scaling: RotaryScaling) -> Tensor:
+    """Frequencies after stretching; see `RotaryScaling`."""
+    if scaling.original_max_positions is None:
+        return inv_freq / scaling.factor
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    turns = scaling.original_max_positions * inv_freq / (2 * math.pi)  # within the original length
+    kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return (1.0 - kept) * inv_freq / scaling.factor + kept * inv_freq

@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from mcore.config.gpt import RotaryScaling
 from mcore.config.transformer import TransformerConfig
 from mcore.errors import ConfigError, ShapeError
 from mcore.models.gpt.embedding import LanguageModelEmbedding, pad_vocab_size
@@ -44,6 +45,7 @@ class GPTModel(nn.Module):
         position_embedding_type: `learned_absolute`, `rope` or `none`.
         rotary_percent: part of each head's channels that is rotated.
         rotary_base: base of the rotary frequencies.
+        rotary_scaling: how they are stretched; None = not at all.
         make_vocab_size_divisible_by: the table's rows on each rank are a multiple of this.
         layer_range: global numbers of this stage's layers; when None all of them, or an even share
             by the pipeline rank where the model is cut.
@@ -70,6 +72,7 @@ class GPTModel(nn.Module):
         rotary_percent: float = 1.0,
         rotary_base: float = 10000.0,
         *,
+        rotary_scaling: RotaryScaling | None = None,
         make_vocab_size_divisible_by: int = 1,
         layer_range: range | None = None,
         vp_stage: int | None = None,
@@ -115,6 +118,7 @@ class GPTModel(nn.Module):
                 rotary_percent=rotary_percent,
                 rotary_interleaved=config.rotary_interleaved,
                 rotary_base=rotary_base,
+                scaling=rotary_scaling,
             )
         self.decoder = TransformerBlock(plain, layers, post_process, group)
         self.output_layer: OutputLayer | None = None

@@ -200,12 +200,18 @@ def test_several_files_are_written_and_read(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "changes", "complaint"),
     [
-        ("llama", {"model_type": "mistral"}, "model_type is 'mistral'"),
+        ("llama", {"model_type": "falcon"}, "model_type is 'falcon'"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ("llama", {"sliding_window": 16}, "sliding_window is 16"),
         ("llama", {"attention_bias": True}, "attention_bias"),
-        ("llama", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "'llama3'"),
-        ("llama", {"rope_parameters": None, "rope_scaling": {"type": "linear"}}, "'linear'"),
+        ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "'yarn'"),
+        ("llama", {"rope_parameters": None, "rope_scaling": {"type": "dynamic"}}, "'dynamic'"),
+        ("llama", {"model_type": "qwen3", "attention_bias": True}, "attention_bias is True"),
+        (
+            "llama",
+            {"model_type": "mistral", "layer_types": ["sliding_attention"] + ["full_attention"]},
+            "layer_types",
+        ),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
         ("llama", {"quantization_config": {"bits": 4}}, "quantization_config"),
         ("gpt2", {"activation_function": "relu"}, "activation_function is 'relu'"),
@@ -254,8 +260,8 @@ def test_folders_that_are_no_models(tmp_path):
     [
         ({"rotary_percent": 0.5}, "llama: rotary_percent is 0.5"),
         ({"normalization": "LayerNorm"}, "normalization is 'LayerNorm'"),
-        ({"add_qkv_bias": True}, "add_qkv_bias is True"),
-        ({"qk_layernorm": True}, "qk_layernorm is True"),
+        ({"add_qkv_bias": True, "qk_layernorm": True}, "qwen3: add_qkv_bias is True"),
+        ({"sliding_window": 8, "add_bias_linear": True}, "llama: is_windowed is True"),
         ({"window_size": 8}, "window_size = 8"),
     ],
 )
