@@ -52,12 +52,12 @@ def read_deepspeed(path: str | os.PathLike[str]) -> tuple[list[dict[str, Tensor]
         raise CheckpointError(f"{folder} holds no mp_rank_*_model_states.pt")
     if sorted(models) != list(range(len(models))):
         raise CheckpointError(f"{folder} holds the model-parallel ranks {sorted(models)} only")
-    ranks, first = [], {}
-    for rank in sorted(models):
-        state = _mapping(models[rank][min(models[rank])])
-        first = first or state
-        ranks.append(_rank_tensors(state, _in_order(shards.get(rank, {}), folder), models[rank]))
-    return ranks, dict(first)
+    states = [_mapping(models[rank][min(models[rank])]) for rank in sorted(models)]
+    ranks = [
+        _rank_tensors(state, _in_order(shards.get(rank, {}), folder), models[rank])
+        for rank, state in enumerate(states)
+    ]
+    return ranks, dict(states[0])
 
 
 def _step_folder(root: Path) -> Path:
