@@ -11,7 +11,12 @@ from mcore.errors import ConfigError
 ShardingStrategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
 
 #: In the order of the ZeRO stages 0 to 3.
-STRATEGIES: tuple[ShardingStrategy, ...] = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+STRATEGIES: tuple[ShardingStrategy, ...] = (
+    "no_shard",
+    "optim",
+    "optim_grads",
+    "optim_grads_params",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -43,6 +43,12 @@ class OptimizerConfig:
     clip_grad: float = flag(
         1.0, help="Largest global L2 norm of the gradient; 0 = measured, not clipped."
     )
+    log_num_zeros_in_grad: bool = flag(
+        False, help="Count the gradient's zero elements every iteration: num_zeros in the record."
+    )
+    log_params_norm: bool = flag(
+        False, help="Measure the parameters' L2 norm after every update: params_norm in the record."
+    )
     fp16: bool = flag(
         False, help="float16 parameters and activations, float32 main parameters, scaled loss."
     )

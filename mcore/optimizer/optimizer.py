@@ -16,6 +16,7 @@ from mcore.optimizer.grad_scaler import build_grad_scaler
 from mcore.optimizer.param_groups import ParamGroup, build_param_groups, collect_params
 from mcore.optimizer.rules import build_rule
 from mcore.parallel_state import parallel_context_or_single
+from mcore.topology.collectives import all_reduce_
 from mcore.topology.context import ParallelContext
 from mcore.topology.group import Group
 
@@ -27,12 +28,16 @@ class StepResult(NamedTuple):
         update_successful: 0-dim bool: False where a gradient was not finite. Parameters and moments
             are then bit-unchanged, on all ranks.
         grad_norm: global L2 norm before clipping, 0-dim fp64, equal on all ranks.
-        num_zeros_in_grad: number of zero gradients, or None where not counted.
+        num_zeros_in_grad: number of zero elements of the gradient, 0-dim fp64, or None where not
+            counted (`log_num_zeros_in_grad`).
+        params_norm: L2 norm of the parameters after the update, 0-dim fp64, or None where not
+            measured (`log_params_norm`).
     """
 
     update_successful: Tensor
     grad_norm: Tensor
-    num_zeros_in_grad: Tensor | None
+    num_zeros_in_grad: Tensor | None = None
+    params_norm: Tensor | None = None
 
 
 class MegatronOptimizer:
@@ -103,7 +108,7 @@ class MegatronOptimizer:
 
         An update with a gradient that is not finite, on any rank, is left out on all ranks.
 
-        Comm: the norm's all-reduces, see `get_grad_norm`.
+        Comm: the norm's all-reduces, see `get_grad_norm`; as many again for each other watcher.
         """
         grads = []
         pieces: list[Tensor] = []
@@ -115,13 +120,27 @@ class MegatronOptimizer:
                 pieces += item.counted(grad)
         scaled_norm = get_grad_norm(pieces, self._norm_groups, self._device)
         is_finite = torch.isfinite(scaled_norm)
+        zeros = self._count_zeros(pieces) if self.config.log_num_zeros_in_grad else None
         grad_norm = self._unscale_and_clip_(grads, scaled_norm)
         self.optimizer.step_unless(skip=(~is_finite).float())
         self.grad_scaler.update(~is_finite)
         for item in self.params:
             item.main.grad = None
         self._copy_main_params_to_model_params()
-        return StepResult(is_finite, grad_norm, None)
+        params_norm = self._params_norm() if self.config.log_params_norm else None
+        return StepResult(is_finite, grad_norm, zeros, params_norm)
+
+    def _count_zeros(self, pieces: Sequence[Tensor]) -> Tensor:
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        for piece in pieces:
+            total += (piece == 0).sum()
+        for group in self._norm_groups:
+            all_reduce_(total, group)
+        return total
+
+    def _params_norm(self) -> Tensor:
+        pieces = [view for item in self.params for view in item.counted(item.main.detach())]
+        return get_grad_norm(pieces, self._norm_groups, self._device)
 
     def _unscale_and_clip_(self, grads: list[Tensor], scaled_norm: Tensor) -> Tensor:
         """Bring gradients to their own scale and below the limit in one pass; their norm before."""

@@ -101,6 +101,7 @@ class RunLog:
             "tokens": int(outcome.num_tokens),
             "global_batch_size": outcome.global_batch_size,
             "seconds": fields["seconds"],
+            **{name: float(value) for name, value in outcome.watched.items()},
         }
 
     def _write_scalars(self, record: Mapping[str, Any]) -> None:

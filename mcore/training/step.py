@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from mcore.config.run import Resolved
 from mcore.distributed import DataParallelModule, finalize_model_grads
 from mcore.errors import NumericsError
+from mcore.log import get_logger
 from mcore.num_microbatches_calculator import (
     ConstantNumMicroBatchesCalculator,
     NumMicroBatchesCalculator,
@@ -39,6 +40,7 @@ class StepOutcome:
         learning_rate: the rate that this step applied.
         weight_decay: the decay that this step applied.
         loss_scale: what the loss was multiplied by.
+        watched: scalars that options ask for, by their name in the record.
         global_batch_size: samples of the step.
     """
 
@@ -50,6 +52,7 @@ class StepOutcome:
     weight_decay: float
     loss_scale: Tensor
     global_batch_size: int
+    watched: Mapping[str, Tensor]
 
 
 class StepFunctions:
@@ -115,6 +118,14 @@ class StepFunctions:
             weight_decay=weight_decay,
             loss_scale=loss_scale,
             global_batch_size=samples,
+            watched={
+                name: value
+                for name, value in (
+                    ("num_zeros", update.num_zeros_in_grad),
+                    ("params_norm", update.params_norm),
+                )
+                if value is not None
+            },
         )
 
     @torch.no_grad()
@@ -191,6 +202,10 @@ def settle(state: TrainState) -> None:
         state.scheduler.step(increment=last.samples)
         return
     state.skipped_iterations += 1
+    if not state.optimizer.config.fp16:  # where overflows are how the loss scale finds its place
+        get_logger().warning(
+            "iteration %d: a gradient was not finite; its update was left out", state.iteration
+        )
     if state.optimizer.grad_scaler.is_stuck():
         raise NumericsError(
             f"iteration {state.iteration}: gradients are not finite although the loss scale is at "

@@ -62,6 +62,7 @@ MAY_TOUCH = {
         "mcore.training.initialize",
         "mcore.planner.dry_run",
         "mcore.testing",
+        "examples",  # users' programs join the job themselves
     },
     "torch.cuda": {"mcore.device"},
     "os.environ": {"mcore.training.initialize", "mcore.testing", "tools"},
