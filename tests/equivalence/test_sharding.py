@@ -1,0 +1,202 @@
+"""Every ZeRO stage, with every other option, trains as the reference does.
+
+The factors are stage, layout, overlap, recomputation and tying of the embedding. All combinations
+run in `make test-full`; the daily suite runs a cover in which every two values meet.
+"""
+
+import itertools
+
+import pytest
+import torch
+
+from tests.equivalence.program import (
+    Layout,
+    largest_difference,
+    largest_relative_difference,
+    layout_id,
+    read_records,
+    series,
+    train,
+    train_and_inspect,
+    without_rates,
+)
+from tests.equivalence.test_golden import (
+    LOSS_TOLERANCE,
+    NORM_TOLERANCE,
+    assert_equals_reference,
+    families,  # noqa: F401  (a fixture)
+)
+from tests.equivalence.tiny import command
+
+LAYOUTS = [
+    Layout(dp=2),
+    Layout(tp=2, dp=2, sp=True),
+    Layout(pp=2, dp=2),
+    Layout(pp=2, vpp=2, dp=2),
+    Layout(tp=2, pp=2, dp=2),
+]
+RECOMPUTE = {
+    "keep": "",
+    "full": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    "selective": "--recompute-activations --recompute-modules core_attn layernorm mlp",
+}
+FACTORS = [range(4), LAYOUTS, [False, True], list(RECOMPUTE), ["gpt2", "llama"]]
+OVERLAP = "--overlap-grad-reduce --ddp-bucket-size 1"
+
+
+def _pairs(combination):
+    return {
+        (i, combination[i], j, combination[j])
+        for i, j in itertools.combinations(range(len(combination)), 2)
+    }
+
+
+def _cover():
+    """Combinations, picked greedily, in which every two values of two factors occur together."""
+    left = list(itertools.product(*FACTORS))
+    open_pairs = set().union(*map(_pairs, left))
+    chosen = []
+    while open_pairs:
+        best = max(left, key=lambda c: len(_pairs(c) & open_pairs))
+        chosen.append(best)
+        left.remove(best)
+        open_pairs -= _pairs(best)
+    return chosen
+
+
+COVER = _cover()
+
+
+def _cases():
+    for combination in itertools.product(*FACTORS):
+        yield pytest.param(
+            *combination,
+            marks=() if combination in COVER else pytest.mark.full,
+            id=_id(combination),
+        )
+
+
+def _id(combination):
+    stage, layout, overlap, recompute, name = combination
+    return f"{name}-zero{stage}-{layout}-{'overlap' if overlap else 'plain'}-{recompute}"
+
+
+def test_the_cover_is_small():
+    assert len(COVER) <= 25
+
+
+def own_elements(state):
+    """(parameter, tensor-parallel rank, first element, number) -> what this rank holds of it."""
+    held = {}
+    for chunk in state.chunks:
+        for part in chunk.held_parts():
+            key = (part.name, chunk.context.tp.rank, part.run.start, part.run.numel)
+            held[key] = part.data.flatten().clone()
+    return held
+
+
+def assert_copies_are_equal(ranks):
+    first = {}
+    for held in ranks:
+        for key, tensor in held.items():
+            assert torch.equal(tensor, first.setdefault(key, tensor)), key
+
+
+@pytest.mark.golden
+@pytest.mark.parametrize(("stage", "layout", "overlap", "recompute", "name"), list(_cases()))
+def test_training_equals_the_reference(
+    families,  # noqa: F811
+    request,
+    tmp_path,
+    stage,
+    layout,
+    overlap,
+    recompute,
+    name,
+):
+    family = families(name)
+    words = [*family.command(1), "--zero-stage", str(stage), *RECOMPUTE[recompute].split()]
+    if overlap:
+        words += [*OVERLAP.split(), *(["--overlap-param-gather"] if stage in (1, 2) else [])]
+    daily = (stage, layout, overlap, recompute, name) in COVER
+    if daily and request.config.getoption("markexpr") != "":
+        words += ["--exit-interval", "6"]
+    path = tmp_path / "records.jsonl"
+    ranks = train_and_inspect([*words, "--metrics-jsonl", str(path)], layout, own_elements)
+    assert_copies_are_equal(ranks)
+    records = read_records(path)
+    reference = dict(family.reference)
+    reference["iterations"] = reference["iterations"][: len(records)]
+    assert len(records) >= 6
+    assert_equals_reference(records, reference)
+
+
+@pytest.mark.golden
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_three_ranks_and_counts_that_do_not_divide(families, stage):  # noqa: F811
+    family = families("gpt2_8layers")
+    records = train([*family.command(1), "--zero-stage", str(stage)], Layout(dp=3))
+    assert_equals_reference(records, family.reference)
+
+
+ODD = "--hidden-size 36 --num-attention-heads 3 --ffn-hidden-size 46"
+
+
+@pytest.fixture(scope="module")
+def odd_reference(corpus):
+    return train(command(corpus, 6, ODD), Layout(dp=2))
+
+
+@pytest.mark.parametrize(
+    ("layout", "flags"),
+    [
+        (Layout(dp=2), "--zero-stage 1 --ddp-num-buckets 3 --overlap-param-gather"),
+        (Layout(dp=4), "--zero-stage 1 --num-distributed-optimizer-instances 2"),
+        (Layout(dp=4), "--zero-stage 2 --num-distributed-optimizer-instances 2"),
+        (Layout(dp=4), "--zero-stage 3 --num-distributed-optimizer-instances 2"),
+        (Layout(pp=2, dp=2), "--zero-stage 3 --reshard-every-microbatch"),
+    ],
+    ids=layout_id,
+)
+def test_hybrid_sharding_and_odd_sizes(corpus, odd_reference, layout, flags):
+    records = train(command(corpus, 6, ODD, flags), layout)
+    assert largest_difference(records, odd_reference) <= LOSS_TOLERANCE
+    assert largest_relative_difference(records, odd_reference) <= NORM_TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (("--zero-stage 1", Layout(dp=2)), ("--zero-stage 3", Layout(dp=4))),
+        (("--zero-stage 3", Layout(tp=2, dp=2)), ("--zero-stage 2", Layout(pp=2, dp=2))),
+        (("--bf16 --zero-stage 3", Layout(dp=2)), ("--bf16", Layout(dp=2))),
+        (("--bf16 --zero-stage 1", Layout(dp=2)), ("--bf16 --zero-stage 3", Layout(dp=2))),
+    ],
+)
+def test_a_run_goes_on_at_another_stage(corpus, tmp_path, first, second):
+    flags = "--save-interval 3 --no-load-rng --save"
+    straight = train(command(corpus, 6, first[0]), first[1])
+    path = tmp_path / "records.jsonl"
+    words = command(corpus, 6, first[0], flags, str(tmp_path / "save"), "--exit-interval 3")
+    train(words, first[1], records=path)
+    words = command(
+        corpus, 6, second[0], flags, str(tmp_path / "save"), "--load", str(tmp_path / "save")
+    )
+    resumed = train(words, second[1], records=path)
+    assert series(resumed, "iteration") == [1, 2, 3, 4, 5, 6]
+    loss, norm = (2e-2, 2e-2) if "--bf16" in first[0] else (1e-5, 2e-5)
+    assert largest_difference(straight, resumed) <= loss
+    assert largest_relative_difference(straight, resumed) <= norm
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_resuming_is_bit_exact(corpus, tmp_path, stage):
+    options = f"--zero-stage {stage} --hidden-dropout 0.1 --overlap-grad-reduce"
+    flags = ["--save-interval 3 --save", str(tmp_path / "save")]
+    straight = train(command(corpus, 8, options), Layout(dp=2))
+    path = tmp_path / "records.jsonl"
+    words = command(corpus, 8, options, *flags, "--exit-interval 3")
+    train(words, Layout(dp=2), records=path)
+    words = command(corpus, 8, options, *flags, "--load", str(tmp_path / "save"))
+    resumed = train(words, Layout(dp=2), records=path)
+    assert without_rates(resumed) == without_rates(straight)
