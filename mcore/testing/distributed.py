@@ -73,6 +73,23 @@ def shutdown_workers() -> None:
     _pools().clear()
 
 
+def preload_in_workers(module: str) -> None:
+    """Import a module once, before workers are forked, rather than in each of them.
+
+    It has to be importable from the working directory, and called before the first workers start.
+
+    Args:
+        module: its full name.
+    """
+    if module not in _preloaded():
+        _preloaded().append(module)
+
+
+@functools.cache
+def _preloaded() -> list[str]:
+    return [__name__]
+
+
 @functools.cache
 def _pools() -> dict[int, _WorkerPool]:
     atexit.register(shutdown_workers)
@@ -97,9 +114,9 @@ class _WorkerPool:
 
     def __init__(self, world_size: int) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="mcore-test-"))
-        # Workers are forked from one server that has imported torch, and has done nothing else.
+        # Workers are forked from one server that has imported modules, and has done nothing else.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__])
+        context.set_forkserver_preload(_preloaded())
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(world_size):

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from mcore import parallel_state
 from mcore.tensor_parallel.random import get_cuda_rng_tracker
-from mcore.testing import run_distributed
+from mcore.testing import preload_in_workers, run_distributed
 from mcore.training.arguments import parse
 from mcore.training.initialize import Launch
 from mcore.training.pretrain import Providers, prepare, run
@@ -34,6 +34,8 @@ from pretrain_gpt import datasets_provider, forward_step, model_provider
 
 PROVIDERS = Providers(datasets_provider, model_provider, forward_step)
 TIMEOUT_SECONDS = 400.0
+
+preload_in_workers(__name__)  # the imports of a training run take seconds
 
 Inspect = Callable[[TrainState], Any]
 Records = list[dict[str, Any]]

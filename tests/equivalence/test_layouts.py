@@ -132,7 +132,7 @@ def test_float64_runs_agree_to_rounding(
     ids=["gpt-dropout", "llama"],
 )
 def test_float32_runs_from_a_fresh_initialisation(corpus, options, layouts):
-    words = command(corpus, 12, options)
+    words = command(corpus, 6, options)
     wanted = train(words)
     for layout in layouts:
         records = train(words, layout)
