@@ -63,12 +63,16 @@ MAY_TOUCH = {
         "mcore.planner.dry_run",
         "mcore.testing",
         "examples",  # users' programs join the job themselves
+        # read other programs' metadata, whose classes are torch.distributed.checkpoint's
+        "mcore.convert.safe_pickle",
+        "mcore.convert.megatron_dist",
     },
     "torch.cuda": {"mcore.device"},
     "os.environ": {"mcore.training.initialize", "mcore.testing", "tools"},
     "argparse": {
         "mcore.config.command_line",  # makes every program's flags from configuration fields
         "mcore.training.arguments",
+        "mcore.convert.megatron_args",  # Megatron's checkpoints hold a namespace
         "mcore.cli",
         "tools",
         "examples",
