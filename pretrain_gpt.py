@@ -80,9 +80,7 @@ def datasets_provider(
 
 def get_batch(
     data_iterator: Iterator[dict[str, Any]],
-) -> tuple[
-    Tensor | None, Tensor | None, AttentionMask, Tensor | None, Tensor | None, DropoutState
-]:
+) -> tuple[Tensor | None, Tensor | None, AttentionMask, Tensor | None, Tensor | None, DropoutState]:
     """Tokens, positions, attention mask, labels, loss mask, dropout state.
 
     Tensors are [b, s], and None on middle stages that read no samples; the attention mask is None

@@ -397,3 +397,15 @@ def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None
 def is_rank_in_position_embedding_group() -> bool:
     """Whether this rank is on the first stage."""
     return get_parallel_context().pos_embd is not None
+
+
+def get_expert_model_parallel_world_size() -> int:
+    """Size of the expert-parallel group: 1, since mcore's models are dense."""
+    get_parallel_context()
+    return 1
+
+
+def get_expert_model_parallel_rank() -> int:
+    """Position in the expert-parallel group, which has one rank."""
+    get_parallel_context()
+    return 0

@@ -77,7 +77,7 @@ class CheckpointConfig:
 
     def __post_init__(self) -> None:
         if self.save_interval is not None and self.save is None:
-            raise ConfigError("save_interval needs save: give --save DIR")
+            raise ConfigError("save_interval also needs a directory: give --save DIR")
         if self.save_interval is not None and self.save_interval < 1:
             raise ConfigError(f"save_interval is {self.save_interval}; use a number from 1 up")
         try:

@@ -6,6 +6,7 @@ command line are reported together, before any process group exists.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 
 from mcore.config.command_line import spelled_as_flags
@@ -159,6 +160,28 @@ def _positions(config: RunConfig, world_size: int) -> str | None:
     )
 
 
+def _rotary(config: RunConfig, world_size: int) -> str | None:
+    del world_size
+    if config.gpt.position_embedding_type != "rope":
+        return None
+    channels = int(config.model.head_dim * config.gpt.rotary_percent)
+    if channels >= 2 and channels % 2 == 0:
+        return None
+    return (
+        f"--rotary-percent {config.gpt.rotary_percent} of {config.model.head_dim} channels a head "
+        f"is {channels}; rotary positions need an even number of at least 2: change --kv-channels "
+        "or --rotary-percent"
+    )
+
+
+def _split(config: RunConfig, world_size: int) -> str | None:
+    del world_size
+    shares = config.data.split
+    if shares is None or any(float(s) > 0 for s in re.findall(r"\d+\.?\d*|\.\d+", shares)):
+        return None
+    return f"--split {shares!r} names no share above 0; write it like 969,30,1"
+
+
 def _context_parallel(config: RunConfig, world_size: int) -> str | None:
     del world_size
     if config.model.context_parallel_size == 1:
@@ -278,6 +301,8 @@ CHECKS: tuple[Check, ...] = (
     _train_samples,
     _sequence_parallel,
     _positions,
+    _rotary,
+    _split,
     _context_parallel,
     _virtual,
     _layers,

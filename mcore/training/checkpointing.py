@@ -95,6 +95,8 @@ def check_directories(config: RunConfig) -> bool:
             --save), or --save holds checkpoints of a run that is not being continued.
     """
     options = config.checkpoint
+    if options.save is not None:
+        _make_root(options.save)
     continues = _same(options.load, options.save)
     if options.load is None:
         if options.save is not None and not options.overwrite_save and _holds_any(options.save):
@@ -113,6 +115,14 @@ def check_directories(config: RunConfig) -> bool:
         f"--load {options.load} holds no checkpoint; correct the path, or give the same directory "
         "as --save to start a new run there"
     )
+
+
+def _make_root(save: str) -> None:
+    """Make the save root, so that a path that cannot be one is found before anything is built."""
+    try:
+        Path(save).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"--save {save} cannot be made: {error}") from error
 
 
 def _refuse_foreign_save(save: str) -> None:

@@ -69,6 +69,16 @@ def _rotary(value: Any) -> Settings:
     return {("gpt", "position_embedding_type"): "rope"}
 
 
+_FUSIONS = (
+    "--no-masked-softmax-fusion",
+    "--no-bias-gelu-fusion",
+    "--no-bias-swiglu-fusion",
+    "--no-bias-dropout-fusion",
+    "--no-rope-fusion",
+    "--no-persist-layer-norm",
+)
+
+
 def _no_effect(flag: str, why: str) -> LegacyFlag:
     return LegacyFlag(flag, f"No effect: {why}.", _nothing, f"{flag} has no effect: {why}", _SWITCH)
 
@@ -212,6 +222,14 @@ _FLAGS = (
     _no_effect("--use-cpu-initialization", "initial weights never depend on the device or layout"),
     _no_effect("--no-async-tensor-model-parallel-allreduce", "overlap never changes the numbers"),
     _no_effect("--use-dist-ckpt", "checkpoints are always distributed"),
+    *(_no_effect(flag, "torch chooses its kernels by itself") for flag in _FUSIONS),
+    LegacyFlag(
+        "--attention-backend",
+        "Attention always takes torch's fastest kernel.",
+        _nothing,
+        "--attention-backend has no effect: attention always takes torch's fastest kernel",
+        {"choices": ["auto", "flash", "fused", "unfused", "local"]},
+    ),
 )
 
 LEGACY: dict[str, LegacyFlag] = {item.flag.strip("-").replace("-", "_"): item for item in _FLAGS}
@@ -232,6 +250,76 @@ _NOT_BUILT: Mapping[str, tuple[str, ...]] = {
         "--num-experts",
         "--expert-model-parallel-size",
         "--expert-tensor-parallel-size",
+        "--moe-router-topk",
+        "--moe-grouped-gemm",
+        "--moe-aux-loss-coeff",
+    ),
+    "low precision below 16 bits needs transformer-engine, which mcore does not use; drop it": (
+        "--fp8-format",
+        "--fp8-recipe",
+        "--fp8-param-gather",
+        "--fp4-format",
+        "--first-last-layers-bf16",
+    ),
+    "this way of overlapping needs transformer-engine, which mcore does not use; drop it": (
+        "--tp-comm-overlap",
+        "--tp-comm-overlap-cfg",
+    ),
+    "context parallelism is not built yet; drop it": (
+        "--cp-comm-type",
+        "--hierarchical-context-parallel-sizes",
+        "--hybrid-context-parallel",
+    ),
+    "mcore always initialises its weights; drop it": ("--no-initialization",),
+    "this option of the model is not built yet; drop it": (
+        "--apply-layernorm-1p",
+        "--squared-relu",
+        "--quick-geglu",
+        "--qk-l2-norm",
+        "--qk-clip",
+        "--use-mup",
+        "--apply-query-key-layer-scaling",
+        "--init-method-xavier-uniform",
+        "--rotary-seq-len-interpolation-factor",
+    ),
+    "this report is not built yet; the log line, TensorBoard and --metrics-jsonl have the rest": (
+        "--log-throughput",
+        "--log-timers-to-tensorboard",
+        "--log-memory-to-tensorboard",
+        "--log-validation-ppl-to-tensorboard",
+        "--log-world-size-to-tensorboard",
+        "--log-progress",
+        "--log-energy",
+        "--log-straggler",
+        "--log-memory-interval",
+        "--timing-log-level",
+        "--timing-log-option",
+        "--wandb-project",
+        "--wandb-exp-name",
+        "--wandb-save-dir",
+        "--wandb-entity",
+    ),
+    "profiling is not built yet; drop it": (
+        "--profile",
+        "--use-pytorch-profiler",
+        "--profile-step-start",
+        "--profile-step-end",
+        "--profile-ranks",
+        "--record-memory-history",
+    ),
+    "signals and timed exits are not built yet; use --exit-interval": (
+        "--exit-duration-in-mins",
+        "--exit-signal-handler",
+        "--exit-signal",
+    ),
+    "this guard of a run's health is not built yet; drop it": (
+        "--check-for-spiky-loss",
+        "--check-for-large-grads",
+        "--rerun-mode",
+        "--iterations-to-skip",
+        "--adlr-autoresume",
+        "--enable-ft-package",
+        "--inprocess-restart",
     ),
 }
 

@@ -12,6 +12,7 @@ from typing import Any
 from torch.utils.tensorboard import SummaryWriter
 
 from mcore.config.run import Resolved, RunConfig
+from mcore.errors import ConfigError
 from mcore.log import get_logger
 from mcore.training.initialize import Runtime
 from mcore.training.records import RecordFile
@@ -54,7 +55,7 @@ class RunLog:
         if directory is None and config.checkpoint.save is not None:
             directory = str(Path(config.checkpoint.save) / "tensorboard")
         if directory is not None:
-            self._tensorboard = SummaryWriter(directory, purge_step=iteration + 1)
+            self._tensorboard = _open_tensorboard(directory, iteration)
             get_logger().info("TensorBoard: tensorboard --logdir %s", directory)
 
     def restart_clock(self) -> None:
@@ -179,3 +180,11 @@ class RunLog:
             self._records.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
+
+
+def _open_tensorboard(directory: str, iteration: int) -> SummaryWriter:
+    """Writer that hides points beyond the iteration, which a resumed run will write again."""
+    try:
+        return SummaryWriter(directory, purge_step=iteration + 1)
+    except OSError as error:
+        raise ConfigError(f"the TensorBoard directory cannot be written: {error}") from error

@@ -73,7 +73,7 @@ def test_auto_weighs_the_vocabulary():
 @pytest.mark.parametrize(
     ("pp", "layers", "flags", "message"),
     [
-        (2, 5, "", r"num_layers \(5\) must be divisible by .* use 4 or 6 layers"),
+        (2, 5, "", r"--num-layers \(5\) must be divisible by .* use 4 or 6 layers"),
         (1, 4, "--num-virtual-stages-per-pipeline-rank 2", "2 virtual stages a rank .* at least 2"),
         (2, 8, "--num-virtual-stages-per-pipeline-rank 2 --num-layers-per-virtual-pipeline-stage 2",
          "exclude each other"),
