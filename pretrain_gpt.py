@@ -38,6 +38,7 @@ def model_provider(config: RunConfig, stage: Stage) -> GPTModel:
         position_embedding_type=config.gpt.position_embedding_type,
         rotary_percent=config.gpt.rotary_percent,
         rotary_base=config.gpt.rotary_base,
+        rotary_scaling=config.gpt.rotary_scaling,
         make_vocab_size_divisible_by=config.tokenizer.make_vocab_size_divisible_by,
         layer_range=stage.layers,
         vp_stage=stage.vp_stage,

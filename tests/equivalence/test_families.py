@@ -1,0 +1,83 @@
+"""Each Hugging Face family trains at tp2 pp2 as transformers and torch's AdamW train it."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from mcore.cli.main import main
+from mcore.training.arguments import build_config, parse
+from mcore.training.checkpointing import stored_model_options
+from pretrain_gpt import datasets_provider
+from tests.equivalence.program import Layout, series, train
+from tests.equivalence.tiny import BATCH, EOD, VOCABULARY, command
+from tests.unit.convert.test_families import FAMILIES, random_model
+
+ITERATIONS = 5
+
+
+def flags(corpus, saved):
+    """The tiny corpus with the model of a checkpoint."""
+    words = command(corpus, ITERATIONS, f"--load {saved} --finetune --use-checkpoint-args")
+    for name in ("--num-layers", "--hidden-size", "--num-attention-heads"):
+        at = words.index(name)
+        del words[at : at + 2]
+    return words
+
+
+def reference(folder, words, saved, rates):
+    """Losses and gradient norms before clipping, by transformers and torch alone."""
+    model = AutoModelForCausalLM.from_pretrained(folder).train()
+    config = build_config(parse(words), stored_model_options(str(saved), None))
+    samples = datasets_provider(config, (ITERATIONS * BATCH, 0, 0))[0]
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() <= 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
+        betas=(0.9, 0.95),
+        eps=1e-8,
+    )
+    losses, norms = [], []
+    for iteration in range(ITERATIONS):
+        batch = [samples[iteration * BATCH + i] for i in range(BATCH)]
+        tokens, labels = (
+            torch.stack([torch.as_tensor(s[k]) for s in batch]).long() for k in ("tokens", "labels")
+        )
+        mask = (tokens != EOD).float()
+        logits = model(tokens).logits
+        each = torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+        loss = (each * mask).sum() / mask.sum()
+        optimizer.zero_grad()
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+        for group in optimizer.param_groups:
+            group["lr"] = rates[iteration]
+        optimizer.step()
+        losses.append(float(loss))
+    return losses, norms
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("llama-3", marks=pytest.mark.full),
+        pytest.param("mistral", marks=pytest.mark.full),
+        pytest.param("qwen2-window", marks=pytest.mark.full),
+        "qwen3-window",
+    ],
+)
+def test_training_is_that_of_transformers(corpus, tmp_path, name):
+    config = FAMILIES[name]
+    config.vocab_size = VOCABULARY
+    config.num_hidden_layers, config.layer_types = 4, None
+    config = type(config)(**config.to_diff_dict())
+    random_model(config, tmp_path / "hf")
+    words = ["--hf", str(tmp_path / "hf"), "--save", str(tmp_path / "ckpt"), "--no-logits"]
+    assert main(["convert", "hf-to-mcore", *words]) == 0
+    words = flags(corpus, tmp_path / "ckpt")
+    records = train(words, Layout(tp=2, pp=2, sp=True))
+    rates = series(records, "learning_rate")
+    losses, norms = reference(tmp_path / "hf", words, tmp_path / "ckpt", rates)
+    assert max(abs(a - b) for a, b in zip(series(records, "lm_loss"), losses, strict=True)) < 1e-5
+    for ours, theirs in zip(series(records, "grad_norm"), norms, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)
