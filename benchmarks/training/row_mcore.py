@@ -90,7 +90,7 @@ def main() -> None:
     runtime = initialize(config, Launch(rank, world, rank))
     state = build_state(config, resolved, runtime, pretrain_gpt.model_provider)
     functions = StepFunctions(pretrain_gpt.forward_step, resolved, runtime)
-    streams = [Stream(work, runtime.ctx)]
+    streams: list[Any] = [Stream(work, runtime.ctx)]
     time_steps_of(lambda _: float(functions.train(state, streams).loss), 3, steps)
 
 

@@ -1,4 +1,4 @@
-"""Rows of other libraries: `row_torch.py SIZE STEPS KIND`, KIND = hf plain ddp tp tp_sp pp_1f1b."""
+"""Rows of other libraries: `row_torch.py SIZE STEPS KIND`, KIND = hf plain ddp tp pp_1f1b."""
 
 from __future__ import annotations
 
@@ -96,17 +96,17 @@ def data_parallel(work: Workload, rank: int, world: int) -> Step:
     return accumulate(work, _loss(model), params, rank=rank, ranks=world, no_sync=model.no_sync)
 
 
-def tensor_parallel(work: Workload, world: int, sequence: bool) -> Step:
-    from torch.distributed.device_mesh import init_device_mesh
+def tensor_parallel(work: Workload, world: int) -> Step:
     from torch.distributed.tensor.parallel import loss_parallel
 
     model = ReferenceGPT(work, range(work.layers))
-    _cut(model, init_device_mesh("cpu", (world,)), sequence)
+    _cut(model, world)
     return accumulate(work, _loss(model), list(model.parameters()), around=loss_parallel)
 
 
-def _cut(model: ReferenceGPT, mesh: object, sequence: bool) -> None:
+def _cut(model: ReferenceGPT, world: int) -> None:
     """Apply torch's tensor-parallel plan to the model, activations replicated between layers."""
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
@@ -114,8 +114,7 @@ def _cut(model: ReferenceGPT, mesh: object, sequence: bool) -> None:
         parallelize_module,
     )
 
-    assert not sequence, "positions are added outside of a module, so only plain TP is compared"
-    layout = Replicate()
+    mesh, layout = init_device_mesh("cpu", (world,)), Replicate()
     parallelize_module(
         model,
         mesh,
@@ -149,7 +148,8 @@ def pipeline(work: Workload, rank: int, world: int) -> Step:
     optimizer, pool = adamw(list(model.parameters())), batches(work)
 
     def step(i: int) -> float | None:
-        tokens, losses = pool[i % len(pool)], []
+        tokens = pool[i % len(pool)]
+        losses: list[Tensor] = []
         inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
         optimizer.zero_grad(set_to_none=True)
         if first:
@@ -157,7 +157,7 @@ def pipeline(work: Workload, rank: int, world: int) -> Step:
         else:
             schedule.step(**({"target": labels, "losses": losses} if last else {}))
         optimizer.step()
-        return sum(float(loss) for loss in losses) / len(losses) if losses else None
+        return float(torch.stack(losses).mean()) if losses else None
 
     return step
 
@@ -174,7 +174,7 @@ def main() -> None:
         "hf": lambda: hugging_face(work),
         "plain": lambda: plain(work),
         "ddp": lambda: data_parallel(work, rank, world),
-        "tp": lambda: tensor_parallel(work, world, sequence=False),
+        "tp": lambda: tensor_parallel(work, world),
         "pp_1f1b": lambda: pipeline(work, rank, world),
     }[kind]()
     time_steps_of(step, 3, steps)

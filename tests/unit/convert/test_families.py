@@ -1,6 +1,7 @@
 """Tiny random models of each family: transformers' logits from our model, and the way back."""
 
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from mcore.checkpoint import read_common
 from mcore.cli.main import main
 from mcore.convert.logits import largest_logit_difference
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "num_hidden_layers": 3, "hidden_size": 32, "intermediate_size": 44, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": 97, "max_position_embeddings": 96,
     "bos_token_id": None, "eos_token_id": None,
