@@ -51,7 +51,7 @@ def kill_soon_after_a_save_begins(process, root, delay):
 
 @pytest.mark.cli
 @pytest.mark.parametrize("rounds", [2, pytest.param(20, marks=pytest.mark.full)])
-@pytest.mark.parametrize("background", ["--async-save", ""])
+@pytest.mark.parametrize("background", ["--async-save", pytest.param("", marks=pytest.mark.full)])
 def test_killed_at_any_moment_of_a_save(corpus, tmp_path, rounds, background):
     root, records = tmp_path / "save", tmp_path / "records.jsonl"
     root.mkdir()
