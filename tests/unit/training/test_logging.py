@@ -45,6 +45,7 @@ def outcome(loss, applied=True, norm=0.25):
         weight_decay=0.01,
         loss_scale=torch.ones(1),
         global_batch_size=4,
+        watched={},
     )
 
 

@@ -34,8 +34,9 @@ def test_the_schedule_follows_updates_that_were_made():
     scaler = SimpleNamespace(is_stuck=lambda: False)
     state = SimpleNamespace(
         scheduler=Schedule(),
-        optimizer=SimpleNamespace(grad_scaler=scaler),
+        optimizer=SimpleNamespace(grad_scaler=scaler, config=SimpleNamespace(fp16=False)),
         skipped_iterations=0,
+        iteration=1,
         unsettled=None,
     )
     settle(state)
