@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 
 from mcore.data.blend import blend_order, normalise
-from mcore.data.gpt_dataset import Sample, SampleDataset, SamplePiece
+from mcore.data.delegating_dataset import DelegatingDataset
+from mcore.data.gpt_dataset import SampleDataset
 from mcore.errors import DataError
 
 
-class StableBlend:
+class StableBlend(DelegatingDataset):
     """Draws from endless data sets.
 
     Args:
@@ -60,26 +61,6 @@ class StableBlend:
     def __len__(self) -> int:
         """The number of samples."""
         return self._size
-
-    def __getitem__(self, index: int) -> Sample:
-        """Sample `index`; IndexError when there is none."""
-        dataset, sample = self._locate(index)
-        return dataset[sample]
-
-    def provenance(self, index: int) -> tuple[SamplePiece, ...]:
-        """Where the tokens of a sample come from, in order."""
-        dataset, sample = self._locate(index)
-        return dataset.provenance(sample)
-
-    def attention_mask(self, index: int) -> np.ndarray:
-        """What attention must not see, bool [1, s, s], True = hidden."""
-        dataset, sample = self._locate(index)
-        return dataset.attention_mask(sample)
-
-    def document_starts(self, index: int) -> np.ndarray:
-        """Positions of a sample where a document begins, int64 [documents]."""
-        dataset, sample = self._locate(index)
-        return dataset.document_starts(sample)
 
     def _locate(self, index: int) -> tuple[SampleDataset, int]:
         if not 0 <= index < self._size:
