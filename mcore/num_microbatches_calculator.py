@@ -6,13 +6,14 @@ for code written against Megatron. mcore's own training loop holds a calculator 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from mcore.errors import ConfigError, NotInitializedError
 from mcore.log import get_logger
 
 
-class NumMicroBatchesCalculator:
+class NumMicroBatchesCalculator(ABC):
     """Batch size at a number of consumed samples, and the microbatches that it takes.
 
     Args:
@@ -88,9 +89,9 @@ class NumMicroBatchesCalculator:
                 "global batch size %d%s in %d microbatches", running, asked, self.num_micro_batches
             )
 
+    @abstractmethod
     def global_batch_size_at(self, consumed_samples: int) -> int:
         """Global batch size that the options ask for after `consumed_samples`."""
-        raise NotImplementedError
 
 
 class ConstantNumMicroBatchesCalculator(NumMicroBatchesCalculator):
