@@ -1,5 +1,7 @@
 """Each Hugging Face family trains at tp2 pp2 as transformers and torch's AdamW train it."""
 
+import copy
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -52,7 +54,7 @@ def reference(folder, words, saved, rates):
         for group in optimizer.param_groups:
             group["lr"] = rates[iteration]
         optimizer.step()
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
     return losses, norms
 
 
@@ -67,7 +69,7 @@ def reference(folder, words, saved, rates):
     ],
 )
 def test_training_is_that_of_transformers(corpus, tmp_path, name):
-    config = FAMILIES[name]
+    config = copy.deepcopy(FAMILIES[name])
     config.vocab_size = VOCABULARY
     config.num_hidden_layers, config.layer_types = 4, None
     config = type(config)(**config.to_diff_dict())
