@@ -86,8 +86,8 @@ class PreprocessOptions:
     on_bad_line: Literal["error", "skip"] = flag(
         "error", help="A record that cannot be used ends the run, or is named and left out."
     )
-    state_interval: int = flag(
-        60, help="Seconds between two points from which a killed run can go on; 0: none."
+    state_interval: float = flag(
+        60.0, help="Seconds between two points from which a killed run can go on; 0: none."
     )
     workers: int | None = flag(
         None, help="Number of processes. Default: all cores, or fewer where the input is small."

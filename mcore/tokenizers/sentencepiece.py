@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+import numpy as np
+
 from mcore.errors import ConfigError, DataError
-from mcore.tokenizers.base import existing_file, pad_of_its_own
+from mcore.tokenizers.base import EncodedTexts, existing_file, lay_end_to_end, pad_of_its_own
 
 
 class GPTSentencePieceTokenizer:
@@ -57,6 +59,13 @@ class GPTSentencePieceTokenizer:
         """`tokenize` of each text, in order."""
         return [self.tokenize(text) for text in texts]
 
+    def encode_texts(self, texts: Sequence[str]) -> EncodedTexts:
+        """The ids of `tokenize` for each text, as arrays."""
+        return lay_end_to_end([self._as_array(text) for text in texts])
+
+    def _as_array(self, text: str) -> np.ndarray:
+        return self._backend.encode_as_numpy(text)
+
     def detokenize(self, ids: Sequence[int]) -> str:
         """The text of piece ids; control pieces have none."""
         return self._backend.decode_ids([int(i) for i in ids])
@@ -77,6 +86,9 @@ class Llama2Tokenizer(GPTSentencePieceTokenizer):
     def tokenize(self, text: str) -> list[int]:
         """`<s>` and the token ids of one text."""
         return [self._bos, *super().tokenize(text)]
+
+    def _as_array(self, text: str) -> np.ndarray:
+        return self._backend.encode_as_numpy(text, add_bos=True)
 
 
 class SentencePieceTokenizer(GPTSentencePieceTokenizer):
@@ -125,6 +137,11 @@ class SentencePieceTokenizer(GPTSentencePieceTokenizer):
             mark = self._special.get(part)
             ids.extend(self._backend.encode_as_ids(part) if mark is None else (mark,))
         return ids
+
+    def _as_array(self, text: str) -> np.ndarray:
+        if self._marks.search(text):
+            return np.asarray(self.tokenize(text), np.int32)
+        return super()._as_array(text)
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """The text of token ids, special tokens spelled out and set off by spaces."""

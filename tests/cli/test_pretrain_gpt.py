@@ -158,3 +158,40 @@ def test_a_rank_that_fails_inside_a_step_ends_the_job(corpus, tmp_path):
     assert "a fault of this rank" in "".join(errors)
     assert [json.loads(line)["iteration"] for line in (tmp_path / "r.jsonl").open()] == [1]
     assert processes_that_name(tmp_path) == []
+
+
+@pytest.mark.full
+def test_jobs_at_once_on_one_corpus_none_of_which_writes_beside_it(corpus, tmp_path):
+    """Three start together, one is killed while it starts, and is started again (there is no index
+    to build, so there is none to find half-built)."""
+    words = [PROGRAM, *command(corpus, 6, "--device cpu")]
+    beside = sorted(os.listdir(Path(corpus).parent))
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    jobs = [
+        subprocess.Popen(
+            [sys.executable, *map(str, words), "--metrics-jsonl", str(tmp_path / f"{job}.jsonl")],
+            env=environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        for job in range(3)
+    ]
+    time.sleep(2)
+    jobs[0].kill()
+    codes = [job.wait(timeout=LIMIT_SECONDS) for job in jobs]
+    assert codes[1:] == [0, 0]
+    done = start([*words, "--metrics-jsonl", tmp_path / "again.jsonl"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    runs = [read_records(tmp_path / f"{name}.jsonl") for name in ("1", "2", "again")]
+    assert all(largest_difference(run, runs[0]) == 0.0 for run in runs[1:])
+    assert sorted(os.listdir(Path(corpus).parent)) == beside
+
+
+@pytest.mark.full
+def test_a_request_for_20_million_samples_keeps_no_rank_waiting(corpus, tmp_path):
+    """A small corpus at tp 1 pp 2 dp 2; what the ranks compute alone takes seconds, not minutes."""
+    words = command(corpus, 5_000_000, "--exit-interval 1 --distributed-timeout-minutes 1")
+    done, errors = torchrun(
+        tmp_path, 4, PROGRAM, *words, *Layout(pp=2, dp=2).flags, "--device", "cpu"
+    )
+    assert done.returncode == 0, errors

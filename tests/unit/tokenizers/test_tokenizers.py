@@ -16,7 +16,8 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 
 from mcore.config.tokenizer import TokenizerConfig
 from mcore.errors import ConfigError, DataError
-from mcore.tokenizers import build_tokenizer
+from mcore.tokenizers import build_tokenizer, encode_texts
+from mcore.tokenizers.base import EncodesToArrays
 from tests.unit.tokenizers.difficult_texts import DIFFICULT_TEXTS
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "preprocess"
@@ -142,6 +143,19 @@ class TestSentencePiece:
         line = text.splitlines()[0]
         assert tokenizer.detokenize(tokenizer.tokenize(line)) == line
         assert (tokenizer.vocab_size, tokenizer.eod) == (1500, 2)
+
+    @pytest.mark.parametrize(
+        "kind", ["GPTSentencePieceTokenizer", "Llama2Tokenizer", "SentencePieceTokenizer"]
+    )
+    def test_arrays_are_the_lists(self, kind):
+        tokenizer = from_model(kind, SP_MODEL)
+        texts = [*corpus(), *DIFFICULT_TEXTS.values(), "", "a <MASK>b<CLS>", "<EOD>"]
+        assert isinstance(tokenizer, EncodesToArrays)
+        encoded = encode_texts(tokenizer, texts)
+        rows = [tokenizer.tokenize(text) for text in texts]
+        assert encoded.lengths.tolist() == [len(row) for row in rows]
+        assert encoded.ids.dtype == np.int32
+        assert encoded.ids.tolist() == [token for row in rows for token in row]
 
     def test_added_tokens_follow_the_pieces(self):
         # The model has <pad>, <s>, </s> (3, 1, 2); <CLS> <SEP> <EOD> <MASK> and extras are added.

@@ -406,6 +406,36 @@ class TestLostProcesses:
         assert not list(tmp_path.glob("out*.idx"))
 
 
+@pytest.mark.cli
+def test_killed_again_and_again_it_goes_on(tmp_path):
+    """SIGKILL three times, as soon as a new state is noted, then left to its end."""
+    source = write_lines(tmp_path / "in.jsonl", *[f"{i} some words " * 3_000 for i in range(150)])
+    words = ["--input", source, *BPE, "--append-eod", "--workers", "1", "--log-interval", "0"]
+    assert main([*map(str, words), "--output-prefix", str(tmp_path / "whole")]) == 0
+    words += ["--state-interval", "0.01", "--output-prefix", tmp_path / "out"]
+    for _ in range(3):
+        before = _state(tmp_path)
+        tool = subprocess.Popen(command(*words), env=environment(), stderr=subprocess.DEVNULL)
+        while _state(tmp_path) == before:
+            assert tool.poll() is None, "it ended before a state was noted"
+            time.sleep(0.002)
+        tool.kill()
+        tool.wait(timeout=30)
+        assert not list(tmp_path.glob("out*.idx"))
+    done = subprocess.run(
+        command(*words), env=environment(), capture_output=True, text=True, timeout=60, check=True
+    )
+    assert "an interrupted run goes on at" in done.stderr
+    for end in (".bin", ".idx"):
+        ours, whole = (tmp_path / f"{name}_text_document{end}" for name in ("out", "whole"))
+        assert ours.read_bytes() == whole.read_bytes()
+
+
+def _state(folder):
+    """Contents of the file from which a killed run goes on."""
+    return [path.read_bytes() for path in folder.glob("out*state*")]
+
+
 def _runs(pid):
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

@@ -21,6 +21,7 @@ from tests.unit.tools.test_preprocess_data import (
     BPE,
     BYTES,
     GOLDEN,
+    SP,
     environment,
     null,
     read_indexed,
@@ -300,17 +301,20 @@ class TestMeta:
 
 
 class TestScale:
-    def peak(self, tmp_path, documents):
+    def peak(self, tmp_path, documents, tokenizer=BYTES, new_words=False):
         """Largest resident memory of a run over documents of one word, in bytes."""
         source = tmp_path / f"{documents}.jsonl"
-        source.write_text('{"text": "word"}\n' * documents)
+        with open(source, "w") as file:
+            for number in range(documents):
+                word = f"w{number * 7919:o}x" if new_words else "word"
+                file.write(f'{{"text": "{word}"}}\n')
         script = (
             "import resource, sys\n"
             "from tools.preprocess_data import main\n"
             "assert main(sys.argv[1:]) == 0\n"
             "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)\n"
         )
-        words = ["--input", str(source), "--output-prefix", str(tmp_path / "o"), *BYTES]
+        words = ["--input", str(source), "--output-prefix", str(tmp_path / "o"), *tokenizer]
         words += ["--workers", "1", "--log-interval", "0"]
         done = subprocess.run(
             [sys.executable, "-c", script, *words],
@@ -325,6 +329,15 @@ class TestScale:
     def test_memory_does_not_grow_with_documents(self, tmp_path):
         growth = self.peak(tmp_path, 300_000) - self.peak(tmp_path, 30_000)
         assert growth < 270_000 * 20
+
+    @pytest.mark.parametrize(
+        "tokenizer", [BPE, pytest.param(SP, marks=pytest.mark.full)], ids=["bpe", "sp"]
+    )
+    def test_nor_with_words_never_seen_before(self, tmp_path, tokenizer):
+        """A tokenizer's cache is bounded."""
+        sizes = [self.peak(tmp_path, n, tokenizer, new_words=True) for n in (20_000, 120_000)]
+        assert sizes[1] - sizes[0] < 100_000 * 100
+        assert sizes[1] < 1.5e9
 
     @pytest.mark.full
     def test_a_merge_beyond_4_gigabytes(self, tmp_path):
