@@ -25,7 +25,7 @@ from mcore.topology.collectives import all_reduce, all_reduce_
 from mcore.topology.group import Group
 
 #: Elements of a chunk of float32 logits that exist already: 16 MB, little beside them.
-_CHUNK_ELEMENTS = 4 * 2**20
+CHUNK_ELEMENTS = 4 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class LossOptions:
     vocab_size: int
     label_smoothing: float = 0.0
     z_loss: float = 0.0
-    chunk_elements: int = _CHUNK_ELEMENTS
+    chunk_elements: int = CHUNK_ELEMENTS
 
     @property
     def start(self) -> int:

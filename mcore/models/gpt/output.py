@@ -13,10 +13,10 @@ from mcore.topology.param_sharding import RowCut
 
 #: Logits of a microbatch beyond this many elements on a rank are never held at once: 256 MB in
 #: float32. Below, one large product and one pass over its result are faster.
-_FUSE_FROM = 64 * 2**20
+FUSE_FROM = 64 * 2**20
 
 #: Logits of a fused chunk, 128 MB in float32: below some hundred tokens the products get slow.
-_FUSED_CHUNK = 32 * 2**20
+FUSED_CHUNK = 32 * 2**20
 
 
 class OutputLayer(ColumnParallelLinear):
@@ -74,13 +74,13 @@ class OutputLayer(ColumnParallelLinear):
         z_loss = self.z_loss_coefficient if self.training else 0.0
         matrix = self.weight if weight is None else weight
         per_rank = self.output_size_per_partition
-        if self.always_fuses or labels.numel() * per_rank > _FUSE_FROM:
+        if self.always_fuses or labels.numel() * per_rank > FUSE_FROM:
             loss = linear_cross_entropy(
                 input_,
                 matrix,
                 labels,
                 LossOptions(
-                    self.tp_group, per_rank, self.vocab_size, smoothing, z_loss, _FUSED_CHUNK
+                    self.tp_group, per_rank, self.vocab_size, smoothing, z_loss, FUSED_CHUNK
                 ),
                 sequence_parallel=self.sequence_parallel,
                 gradient_accumulation_fusion=self.gradient_accumulation_fusion,

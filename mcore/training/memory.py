@@ -1,0 +1,269 @@
+"""Bytes that each rank will need, from the options alone: no process group, model or tensor.
+
+Between steps a rank holds parameters, gradients, main parameters and moments (the table of
+`docs/distributed_optimizer.md`). Inside a step there are also the activations of the microbatches
+in flight, by the pipeline's own plan, and what exists for a moment only: gradients of activations,
+a recomputed layer, the buffers of ZeRO-2, the gathered parameters of ZeRO-3. The peak is the
+largest sum over the step.
+
+The figures are those of a GPT model of `pretrain_gpt.py`. Batches, masks, communication libraries
+and the allocator's own losses are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mcore.config.run import RunConfig, resolve
+from mcore.pipeline_parallel.actions import Kind, Plan, split_backwards
+from mcore.pipeline_parallel.pipeline import build_pipeline
+from mcore.training.activation_memory import (
+    block_activations,
+    head_activations,
+    layer_activations,
+)
+from mcore.training.parameter_count import ParameterCount, count_parameters, vocabulary_rows
+from mcore.training.pipeline_plan import plan_pipeline, plan_split
+
+#: Default of `--ddp-bucket-size` (see `DistributedDataParallel`).
+_BUCKET, _BUCKET_PER_RANK = 40_000_000, 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """Predicted bytes of a pipeline rank; its tensor- and data-parallel ranks need the same.
+
+    Attributes:
+        pipeline_rank: which.
+        num_parameters: of its part of the model, before they are dealt to data-parallel ranks.
+        parameters: what the model computes with, between steps.
+        gradients: accumulated gradients.
+        main_parameters: fp32 copies that the optimizer updates.
+        moments: the update rule's running tensors.
+        activations: kept for backward, at the peak.
+        workspace: everything else at the peak.
+    """
+
+    pipeline_rank: int
+    num_parameters: int
+    parameters: int
+    gradients: int
+    main_parameters: int
+    moments: int
+    activations: int
+    workspace: int
+
+    @property
+    def between_steps(self) -> int:
+        """What is held all the time."""
+        return self.parameters + self.gradients + self.main_parameters + self.moments
+
+    @property
+    def peak(self) -> int:
+        """The most that is held inside a step."""
+        return self.between_steps + self.activations + self.workspace
+
+
+def predict_memory(config: RunConfig, world_size: int) -> list[RankMemory]:
+    """Bytes of each pipeline rank.
+
+    Args:
+        config: a checked configuration whose `tokenizer.vocab_size` is known.
+        world_size: ranks of the job.
+
+    Raises:
+        ConfigError: the size of the vocabulary is not known.
+        McoreError: a pipeline that cannot be planned.
+    """
+    plan = plan_pipeline(config)
+    split = plan_split(config, plan)
+    resolved = resolve(config, world_size)
+    pp = config.model.pipeline_model_parallel_size
+    plans = build_pipeline(plan.schedule, pp, resolved.num_microbatches).plans
+    sharding = _Sharding.of(config, resolved.data_parallel_size, world_size)
+    tokens = resolved.micro_batch_size * resolved.seq_length
+    ranks = []
+    for rank in range(pp):
+        chunks = []
+        for chunk in range(plan.placement.num_chunks):
+            count = count_parameters(
+                config,
+                split[plan.placement.stage(rank, chunk)],
+                pre_process=plan.placement.is_first_stage(rank, chunk),
+                post_process=plan.placement.is_last_stage(rank, chunk),
+            )
+            chunks.append(_chunk(config, count, sharding, tokens, resolved.seq_length))
+        ranks.append(_rank(config, rank, chunks, sharding, plans[rank]))
+    return ranks
+
+
+@dataclass(frozen=True, slots=True)
+class _Sharding:
+    """Who holds what: ZeRO stage, and the ranks that share."""
+
+    stage: int
+    ranks: int
+    data_parallel_size: int
+    keeps_gathered: bool
+
+    @classmethod
+    def of(cls, config: RunConfig, data_parallel_size: int, world_size: int) -> _Sharding:
+        stage = config.ddp.sharding_stage if world_size > 1 else 0
+        ranks = data_parallel_size // config.ddp.num_distributed_optimizer_instances
+        pp = config.model.pipeline_model_parallel_size
+        keeps = pp > 1 and not config.ddp.reshard_every_microbatch
+        return cls(stage, ranks if stage else 1, data_parallel_size, keeps)
+
+    @property
+    def accumulates_in_place(self) -> bool:
+        """Whether matrix products add to the accumulated gradient themselves."""
+        return self.stage < 2
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """A model chunk: its parameters, and bytes of a microbatch.
+
+    `moments` are (activations of this microbatch, workspace) at the points of its backward where
+    the sum may be largest.
+    """
+
+    count: ParameterCount
+    activations: int
+    moments: tuple[tuple[int, int], ...]
+    workspace: int
+
+
+def _chunk(
+    config: RunConfig, count: ParameterCount, sharding: _Sharding, tokens: int, seq_length: int
+) -> _Chunk:
+    model = config.model
+    size = model.params_dtype.itemsize
+    layer = layer_activations(config, tokens, seq_length)
+    kept, moments = block_activations(config, layer, count.layers)
+    if count.embedding and model.hidden_dropout:
+        kept += tokens * model.hidden_size
+    # The embedding's gradient is made for the whole table; by then the layers' tensors are gone.
+    moments.append((0, count.embedding * size))
+    activations = kept
+    if count.final_norm:
+        in_place = config.model.gradient_accumulation_fusion and sharding.accumulates_in_place
+        head = head_activations(config, tokens, accumulates_in_place=in_place)
+        activations += head.kept
+        moments.append((activations, head.gradients))
+    return _Chunk(count, activations, tuple(moments), _sharded_workspace(config, count, sharding))
+
+
+def _sharded_workspace(config: RunConfig, count: ParameterCount, sharding: _Sharding) -> int:
+    """Bytes of ZeRO-2's buffers or ZeRO-3's gathered parameters and gradients."""
+    size = config.model.params_dtype.itemsize
+    reduced = 4 if config.ddp.grad_reduce_in_fp32 else size
+    tied = (
+        not config.gpt.untie_embeddings_and_output_weights and count.embedding and count.final_norm
+    )
+    # A tied matrix's gradient waits in autograd from the output layer to the embedding.
+    waiting = vocabulary_rows(config) * config.model.hidden_size * size if tied else 0
+    if sharding.stage == 2:
+        bucket = config.ddp.bucket_size or max(
+            _BUCKET, _BUCKET_PER_RANK * sharding.data_parallel_size
+        )
+        if config.ddp.num_buckets is not None:
+            bucket = -(-count.total // config.ddp.num_buckets)
+        buffers = 2 if config.ddp.overlap_grad_reduce else 1
+        largest = (count.layer + count.layer_vectors) if count.layers else count.embedding
+        return min(count.total, buffers * max(bucket, largest)) * reduced + waiting
+    if sharding.stage == 3:
+        layer = count.layer + count.layer_vectors
+        around = count.total - count.of_layers
+        gathered = count.total if sharding.keeps_gathered else around + min(2, count.layers) * layer
+        return gathered * size + layer * (size + (reduced if reduced != size else 0)) + waiting
+    return 0
+
+
+def _rank(
+    config: RunConfig, rank: int, chunks: Sequence[_Chunk], sharding: _Sharding, plan: Plan
+) -> RankMemory:
+    total = sum(chunk.count.total for chunk in chunks)
+    matrices = sum(chunk.count.matrices for chunk in chunks)
+    share = sharding.ranks
+    size = config.model.params_dtype.itemsize
+    main = max(size, 4)
+    gradient = 4 if config.ddp.grad_reduce_in_fp32 else size
+    moments = moment_bytes(config, total, matrices) // share
+    activations, workspace = _peak(chunks, plan)
+    if sharding.stage == 3:
+        held = {"parameters": main * total // share, "gradients": main * total // share}
+        main_parameters = 0  # the shards are the main parameters
+    else:
+        of_gradients = share if sharding.stage == 2 else 1
+        held = {"parameters": size * total, "gradients": gradient * total // of_gradients}
+        main_parameters = main * total // share if main != size else 0
+    return RankMemory(
+        pipeline_rank=rank,
+        num_parameters=total,
+        main_parameters=main_parameters,
+        moments=moments,
+        activations=activations,
+        workspace=workspace,
+        **held,
+    )
+
+
+def moment_bytes(config: RunConfig, total: int, matrices: int) -> int:
+    """Bytes of the update rule's running tensors, before sharding.
+
+    Args:
+        config: which rule.
+        total: parameters.
+        matrices: those of them that lie in weight matrices of layers.
+    """
+    del matrices
+    return total * (8 if config.optimizer.optimizer == "adam" else 4)
+
+
+def _peak(chunks: Sequence[_Chunk], plan: Plan) -> tuple[int, int]:
+    """(activations, workspace) at the largest moment of the plan.
+
+    A microbatch's activations are held from its forward to its backward, or to its W.
+    """
+    split = split_backwards(plan)
+    always = sum(chunk.workspace for chunk in chunks)
+    held = 0
+    best = (0, always)
+    for action in plan:
+        chunk = chunks[action.chunk]
+        if action.kind is Kind.FORWARD:
+            held += chunk.activations
+            best = max(best, (held, always), key=sum)
+            continue
+        if action.kind is Kind.BACKWARD:
+            others = held - chunk.activations
+            best = max([best, *((others + a, w + always) for a, w in chunk.moments)], key=sum)
+        ends_here = (action.chunk, action.microbatch) not in split
+        if ends_here or action.kind is Kind.WEIGHT:
+            held -= chunk.activations
+    return best
+
+
+def memory_table(ranks: Sequence[RankMemory]) -> list[str]:
+    """The prediction as lines of text, in MiB."""
+    columns = (
+        "parameters",
+        "gradients",
+        "main_parameters",
+        "moments",
+        "between_steps",
+        "activations",
+        "workspace",
+        "peak",
+    )
+    header = "pipeline rank | " + " | ".join(name.replace("_", " ") for name in columns)
+    lines = [header]
+    for rank in ranks:
+        cells = [f"{rank.pipeline_rank:13d}"]
+        for name in columns:
+            width = len(name)
+            cells.append(f"{getattr(rank, name) / 2**20:{width}.1f}")
+        lines.append(" | ".join(cells))
+    return lines

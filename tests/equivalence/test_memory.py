@@ -1,0 +1,116 @@
+"""The predicted bytes of a rank against what its allocator counted.
+
+Bytes between steps are in `tests/unit/distributed/test_state_bytes.py`.
+"""
+
+from dataclasses import replace
+
+import pytest
+from torch.profiler import ProfilerActivity, profile
+
+from mcore.config.tokenizer import TokenizerConfig
+from mcore.errors import ConfigError
+from mcore.training.arguments import build_config, parse
+from mcore.training.memory import memory_table, predict_memory
+from pretrain_gpt import datasets_provider, forward_step, model_provider
+from tests.equivalence.program import SINGLE, Layout, Providers, layout_id, train_and_inspect
+from tests.equivalence.tiny import command
+
+_running = []
+
+
+def watched_forward_step(data_iterator, model):
+    """Begin to watch the allocator with the second step: then all that stays is there."""
+    if data_iterator.iteration == 2 and not _running:
+        _running.append(profile(activities=[ProfilerActivity.CPU], profile_memory=True))
+        _running[0].start()
+    return forward_step(data_iterator, model)
+
+
+def peak_of_the_step(state):
+    """Pipeline rank, bytes beyond what is held between steps, parameters of this rank."""
+    profiler = _running.pop()
+    profiler.stop()
+    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    held = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    pieces = [p.numel() for chunk in state.chunks for p in chunk.parameters()]
+    return state.chunks[0].context.pp.rank, peak, sum(pieces)
+
+
+PROVIDERS = Providers(datasets_provider, model_provider, watched_forward_step)
+
+SHAPE = (
+    "--hidden-size 64 --num-attention-heads 4 --seq-length 128 --micro-batch-size 2 "
+    "--global-batch-size 8 --hidden-dropout 0 --attention-dropout 0"
+)
+FULL = "--recompute-granularity full --recompute-method"
+LLAMA = (
+    "--swiglu --disable-bias-linear --normalization RMSNorm --position-embedding-type rope "
+    "--untie-embeddings-and-output-weights"
+)
+DAILY = [
+    ("", SINGLE),
+    (f"{FULL} uniform --recompute-num-layers 1", SINGLE),
+    ("--bf16 --vocab-size 5000 --cross-entropy-loss-fusion", SINGLE),
+    ("--bf16 --zero-stage 2", Layout(dp=2)),
+    ("--zero-stage 3", Layout(pp=2, dp=2)),
+]
+OTHERS = [
+    (LLAMA, SINGLE),
+    (f"{LLAMA} --group-query-attention --num-query-groups 2 --qk-layernorm", SINGLE),
+    ("--hidden-dropout 0.1 --attention-dropout 0.1", SINGLE),
+    (f"{FULL} uniform --recompute-num-layers 2", SINGLE),
+    (f"{FULL} block --recompute-num-layers 2", SINGLE),
+    ("--recompute-activations", SINGLE),
+    ("--recompute-activations --recompute-modules mlp", SINGLE),
+    ("--recompute-activations --recompute-modules layernorm", SINGLE),
+    ("--recompute-activations --recompute-modules core_attn layernorm mlp", SINGLE),
+    ("--bf16", SINGLE),
+    ("--bf16 --fp32-residual-connection", SINGLE),
+    ("--vocab-size 5000", SINGLE),
+    ("--vocab-size 5000 --cross-entropy-loss-fusion", SINGLE),
+    ("", Layout(tp=2)),
+    ("", Layout(tp=2, sp=True)),
+    ("", Layout(pp=2)),
+    ("", Layout(pp=2, vpp=2)),
+    ("--zero-stage 1", Layout(dp=2)),
+    ("--zero-stage 2", Layout(dp=2)),
+    ("--zero-stage 3", Layout(dp=2)),
+    ("--bf16 --zero-stage 3", Layout(dp=2)),
+]
+
+
+@pytest.mark.parametrize(
+    ("flags", "layout"),
+    [*DAILY, *(pytest.param(*case, marks=pytest.mark.full) for case in OTHERS)],
+    ids=layout_id,
+)
+def test_the_peak_inside_a_step_is_the_predicted_one(corpus, flags, layout):
+    words = command(corpus, 2, SHAPE, flags)
+    config = build_config(parse([*words, *layout.flags]))
+    predicted = predict_memory(config, layout.world_size)
+    for pipeline_rank, peak, numel in train_and_inspect(
+        words, layout, peak_of_the_step, providers=PROVIDERS
+    ):
+        rank = predicted[pipeline_rank]
+        assert numel == rank.num_parameters
+        assert rank.activations + rank.workspace == pytest.approx(peak, rel=0.1)
+
+
+def test_the_table_has_a_line_for_every_pipeline_rank(corpus):
+    config = build_config(parse([*command(corpus, 2), *Layout(pp=2, dp=2).flags]))
+    ranks = predict_memory(config, 4)
+    lines = memory_table(ranks)
+    assert len(lines) == 3
+    assert len({len(line) for line in lines}) == 1
+    assert ranks[0].peak == ranks[0].between_steps + ranks[0].activations + ranks[0].workspace
+
+
+def test_an_unknown_vocabulary_is_refused(corpus):
+    config = build_config(parse(command(corpus, 2)))
+    config = replace(config, tokenizer=TokenizerConfig())
+    with pytest.raises(ConfigError, match="vocabulary"):
+        predict_memory(config, 1)
