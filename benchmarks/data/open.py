@@ -105,6 +105,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--seq-length", type=int, default=2048)
     parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--megatron", help="Python that has megatron-core, for its rows.")
     parser.add_argument("--row", help=argparse.SUPPRESS)
     parser.add_argument("--prefix", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -120,9 +121,18 @@ def main() -> None:
         for _ in range(args.repeat):
             for row in ("numpy shuffles", "megatron order", "stable order"):
                 subprocess.run([*words, "--row", row], check=True)
+            if args.megatron:
+                peer(args.megatron, "open", large, args.seq_length, args.epochs)
         for stable in (False, True):
             for masks in MASKS:
                 print(json.dumps(fetch(str(small), args.seq_length, stable, masks)))
+        for masks in MASKS if args.megatron else ():
+            peer(args.megatron, "fetch", small, args.seq_length, masks)
+
+
+def peer(python: str, *words: object) -> None:
+    program = Path(__file__).with_name("peer_megatron.py")
+    subprocess.run([python, str(program), *map(str, words)], check=True)
 
 
 if __name__ == "__main__":

@@ -53,6 +53,10 @@ def train(texts: Sequence[str], folder: Path) -> dict[str, TokenizerConfig]:
     bpe = ByteLevelBPETokenizer()
     bpe.train_from_iterator(part, VOCABULARY, special_tokens=["<|endoftext|>"])
     bpe.save_model(str(folder))
+    (folder / "hf").mkdir()
+    bpe.save(str(folder / "hf" / "tokenizer.json"))
+    named = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
+    (folder / "hf" / "tokenizer_config.json").write_text(json.dumps(named))
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(line for text in part[:2000] for line in text.splitlines()),
         model_prefix=str(folder / "sp"),
@@ -139,6 +143,7 @@ def main() -> None:
     parser.add_argument("--megabytes", type=float, default=64)
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--repeat", type=int, default=2)
+    parser.add_argument("--megatron", help="Python that has megatron-core, for its row.")
     args = parser.parse_args()
     texts = make_texts(args.megabytes)
     size = sum(map(len, texts)) / 1e6
@@ -156,6 +161,11 @@ def main() -> None:
                     if way != "tokenizers":
                         seconds = whole_run(configs[kind], corpus, folder, workers)
                         show(f"whole run, {kind}", workers, size / seconds)
+                if args.megatron and workers == 1:
+                    files = [corpus, folder / "peer", folder / "hf"]
+                    program = Path(__file__).with_name("peer_megatron.py")
+                    words = [args.megatron, program, "preprocess", *files]
+                    subprocess.run([str(word) for word in words], check=True)
 
 
 def show(row: str, workers: int, rate: float) -> None:
