@@ -55,6 +55,13 @@ class TrainingConfig:
     bf16: bool = flag(
         False, help="bfloat16 parameters and activations, float32 main parameters and gradients."
     )
+    check_for_nan_in_loss_and_grad: bool = flag(
+        True,
+        name="--check-for-nan-in-loss-and-grad",
+        help="End the run at a loss or gradient that is NaN or infinite, with rank, microbatch and "
+        "parameter. Off = such updates are left out and counted. No effect with a dynamic loss "
+        "scale, which lives on overflows.",
+    )
     exit_interval: int | None = flag(
         None,
         help="Save and exit with code 0 once the iteration is a multiple of this; --train-iters "

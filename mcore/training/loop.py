@@ -70,6 +70,7 @@ class Run:
                     break
         finally:
             close(streams)
+        settle(state)
         for chunk in state.chunks:
             chunk.finish_param_sync()
         if options.save is not None and saved != state.iteration:

@@ -191,7 +191,14 @@ def run(prepared: Prepared, launch: Launch, providers: Providers) -> TrainState:
             datasets[0], resolved.global_batch_size, resolved.data_parallel_size
         )
     profile = _profile(config, runtime)
-    steps = StepFunctions(providers.forward_step, resolved, runtime, batch_sizes, profile)
+    steps = StepFunctions(
+        providers.forward_step,
+        resolved,
+        runtime,
+        batch_sizes,
+        profile,
+        looks_for_nan=config.looks_for_nan,
+    )
     writer = CheckpointWriter(config.checkpoint)
     training = Run(config, resolved, runtime, state, steps, datasets, log, writer)
     try:

@@ -31,6 +31,7 @@ from mcore.topology.collectives import all_gather_object
 from mcore.topology.context import ParallelContext
 from mcore.topology.stages import stage_layers
 from mcore.training.initialize import Runtime
+from mcore.training.non_finite import Evidence
 from mcore.training.pipeline_plan import PipelinePlan, plan_split
 
 
@@ -67,10 +68,12 @@ class UnsettledUpdate:
     Attributes:
         applied: bool scalar on the device.
         samples: what the schedule advances by if it was.
+        evidence: where a number that is not finite came from, or None where nobody asks.
     """
 
     applied: Tensor
     samples: int
+    evidence: Evidence | None = None
 
 
 @dataclass(slots=True)

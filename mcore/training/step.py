@@ -24,6 +24,7 @@ from mcore.topology.collectives import all_reduce_
 from mcore.topology.context import ParallelContext
 from mcore.training.batches import BatchStream
 from mcore.training.initialize import Runtime
+from mcore.training.non_finite import Evidence, can_see_own_gradients, find, refuse
 from mcore.training.pipeline_profile import PipelineProfile
 from mcore.training.setup import TrainState, UnsettledUpdate
 
@@ -64,6 +65,7 @@ class StepFunctions:
         runtime: groups and device.
         batch_sizes: the global batch size of each training step; that of `resolved` when None.
         profile: sees the actions of every training step.
+        looks_for_nan: take down what tells where a number became NaN or infinite.
     """
 
     def __init__(
@@ -73,8 +75,11 @@ class StepFunctions:
         runtime: Runtime,
         batch_sizes: NumMicroBatchesCalculator | None = None,
         profile: PipelineProfile | None = None,
+        *,
+        looks_for_nan: bool = False,
     ) -> None:
         self._profile = profile
+        self._looks_for_nan = looks_for_nan
         self._batch_sizes = batch_sizes or ConstantNumMicroBatchesCalculator(
             resolved.global_batch_size, resolved.micro_batch_size, resolved.data_parallel_size
         )
@@ -101,12 +106,16 @@ class StepFunctions:
         for stream in streams:
             stream.iteration = state.iteration + 1
         loss_scale = state.optimizer.get_loss_scale()
-        records = self._run(state.chunks, streams, self._hooks(state), self._batch_sizes.get())
+        evidence = Evidence(self._runtime.ctx) if self._looks_for_nan else None
+        hooks = self._hooks(state, evidence)
+        records = self._run(state.chunks, streams, hooks, self._batch_sizes.get())
         loss, num_tokens = reduce_loss(records, self._runtime)
+        if evidence is not None:
+            evidence.mean_loss = loss
         settle(state)
         learning_rate, weight_decay = applied_rates(state)
         update = state.optimizer.step()
-        state.unsettled = UnsettledUpdate(update.update_successful, samples)
+        state.unsettled = UnsettledUpdate(update.update_successful, samples, evidence)
         state.iteration += 1
         state.consumed_train_samples += samples
         return StepOutcome(
@@ -173,18 +182,31 @@ class StepFunctions:
             hooks=hooks,
         )
 
-    def _hooks(self, state: TrainState) -> ScheduleHooks:
+    def _hooks(self, state: TrainState, evidence: Evidence | None) -> ScheduleHooks:
         chunks = state.chunks
+
+        def scale_loss(loss: Tensor) -> Tensor:
+            if evidence is not None:
+                evidence.note_loss(loss)
+            return state.optimizer.scale_loss(loss / self._denominator)
+
+        def start_grad_sync(chunk: int) -> None:
+            if evidence is not None and can_see_own_gradients(chunks[chunk]):
+                evidence.note_gradients([chunks[chunk]])
+            chunks[chunk].start_grad_sync()
+
+        def finalize_grads(num_tokens: Tensor) -> None:
+            finalize_model_grads(
+                chunks, num_tokens, loss_denominator=self._denominator, context=self._runtime.ctx
+            )
+            if evidence is not None and not can_see_own_gradients(chunks[0]):
+                evidence.note_gradients(chunks)
+
         return ScheduleHooks(
             no_sync=lambda chunk: chunks[chunk].no_sync(),
-            start_grad_sync=lambda chunk: chunks[chunk].start_grad_sync(),
-            scale_loss=lambda loss: state.optimizer.scale_loss(loss / self._denominator),
-            finalize_grads=lambda num_tokens: finalize_model_grads(
-                chunks,
-                num_tokens,
-                loss_denominator=self._denominator,
-                context=self._runtime.ctx,
-            ),
+            start_grad_sync=start_grad_sync,
+            scale_loss=scale_loss,
+            finalize_grads=finalize_grads,
             observer=Unobserved() if self._profile is None else self._profile,
         )
 
@@ -194,14 +216,24 @@ def settle(state: TrainState) -> None:
 
     It is asked as late as possible: right before the next update, or before the state is saved. By
     then the device has long finished, so that no step waits for it.
+
+    Raises:
+        NumericsError: the loss or a gradient was not finite, and the run looks for that, or the
+            loss scale can fall no further.
     """
     last, state.unsettled = state.unsettled, None
     if last is None:
         return
-    if bool(last.applied):
+    applied = bool(last.applied)
+    if applied:
         state.scheduler.step(increment=last.samples)
+    else:
+        state.skipped_iterations += 1
+    if last.evidence is not None and not (applied and last.evidence.loss_is_finite()):
+        found = find(last.evidence, state.chunks)
+        refuse(state.iteration, found, was_applied=applied)
+    if applied:
         return
-    state.skipped_iterations += 1
     if not state.optimizer.config.fp16:  # where overflows are how the loss scale finds its place
         get_logger().warning(
             "iteration %d: a gradient was not finite; its update was left out", state.iteration

@@ -16,7 +16,7 @@ from pretrain_gpt import datasets_provider, forward_step, model_provider
 from tests.equivalence.program import SINGLE, Layout, Providers, layout_id, train_and_inspect
 from tests.equivalence.tiny import command
 
-_running = []
+_running: list[profile] = []
 
 
 def watched_forward_step(data_iterator, model):

@@ -1,0 +1,176 @@
+"""A run that meets NaN says where it came from, and ends before it could be saved."""
+
+import math
+
+import pytest
+import torch
+
+from mcore.pipeline_parallel.actions import backward, forward
+from mcore.pipeline_parallel.hooks import Unobserved
+from mcore.training.non_finite import Evidence, GradientProbe, NonFinite, describe, find
+from pretrain_gpt import datasets_provider, forward_step, model_provider
+from tests.equivalence.program import (
+    SINGLE,
+    Layout,
+    Providers,
+    layout_id,
+    read_records,
+    train,
+    train_and_inspect,
+)
+from tests.equivalence.tiny import command
+
+UNTIED = "--untie-embeddings-and-output-weights"
+BIAS = "decoder.layers.1.mlp.linear_fc2.bias"
+WORDS = "embedding.word_embeddings.weight"
+_seen: list[tuple[int, set[int]]] = []
+
+
+def recording_forward_step(data_iterator, model):
+    step, loss_func = forward_step(_Recorded(data_iterator), model)
+    return step, loss_func
+
+
+class _Recorded:
+    def __init__(self, inner):
+        self._inner = inner
+
+    def __next__(self):
+        batch = next(self._inner)
+        _seen.append((self._inner.iteration, set(batch["tokens"].flatten().tolist())))
+        return batch
+
+
+@pytest.fixture(scope="module")
+def late_token(corpus):
+    """A token that occurs first at some later iteration: (token, iteration, microbatch)."""
+    _seen.clear()
+    words = command(corpus, 6, UNTIED)
+    train(
+        words,
+        SINGLE,
+        providers=Providers(datasets_provider, model_provider, recording_forward_step),
+    )
+    known = set()
+    for number, (iteration, tokens) in enumerate(_seen):
+        if iteration >= 3 and tokens - known:
+            return min(tokens - known), iteration, number % 4
+        known |= tokens
+    raise AssertionError("the corpus has no late token")
+
+
+def broken_row(token):
+    def provide(config, stage):
+        model = model_provider(config, stage)
+        if stage.pre_process:
+            with torch.no_grad():
+                model.embedding.word_embeddings.weight[token] = torch.nan
+        return model
+
+    return provide
+
+
+class BrokenRow:
+    """Makes a model of which one row of the word embedding is NaN."""
+
+    def __init__(self, token):
+        self.token = token
+
+    def __call__(self, config, stage):
+        return broken_row(self.token)(config, stage)
+
+
+class BrokenGradient:
+    """Makes a model in which a bias's gradient is infinite in the third backward of a rank."""
+
+    def __init__(self, rank):
+        self.rank = rank
+
+    def __call__(self, config, stage):
+        model = model_provider(config, stage)
+        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        if rank == self.rank and 1 in stage.layers:
+            bias = dict(model.named_parameters())[BIAS]
+            calls = []
+
+            def spoil(grad):
+                calls.append(1)
+                return grad * math.inf if len(calls) == 3 else grad
+
+            bias.register_hook(spoil)
+        return model
+
+
+@pytest.mark.parametrize(
+    ("layout", "flags"),
+    [
+        (SINGLE, ""),
+        (Layout(pp=2), ""),
+        pytest.param(SINGLE, "--bf16", marks=pytest.mark.full),
+        pytest.param(Layout(pp=2), "--bf16", marks=pytest.mark.full),
+    ],
+    ids=layout_id,
+)
+def test_a_broken_weight_ends_the_run_where_it_is_met(corpus, tmp_path, late_token, layout, flags):
+    token, iteration, microbatch = late_token
+    save, records = tmp_path / "save", tmp_path / "records.jsonl"
+    words = command(corpus, 8, UNTIED, flags, "--save-interval 1 --save", str(save))
+    words += ["--metrics-jsonl", str(records), "--log-interval", "1"]
+    providers = Providers(datasets_provider, BrokenRow(token), forward_step)
+    last = layout.world_size - 1
+    with pytest.raises(Exception, match=f"iteration {iteration}: NaN or infinity") as caught:
+        train_and_inspect(words, layout, providers=providers)
+    message = str(caught.value)
+    assert f"already not finite before the step: {WORDS} on rank 0" in message
+    assert f"loss of microbatch {microbatch} on rank {last}" in message
+    lines = read_records(records)  # the loss of that iteration is told all the same
+    assert [line["iteration"] for line in lines] == list(range(1, iteration + 1))
+    assert math.isnan(lines[-1]["lm_loss"])
+    assert not any(math.isnan(line["lm_loss"]) for line in lines[:-1])
+    assert (save / "latest_checkpointed_iteration.txt").read_text().strip() == str(iteration - 1)
+
+
+def test_switched_off_the_update_is_left_out_and_counted(corpus, late_token):
+    token, iteration, _ = late_token
+    words = command(corpus, iteration, UNTIED, "--no-check-for-nan-in-loss-and-grad")
+    providers = Providers(datasets_provider, BrokenRow(token), forward_step)
+    records = train(words, SINGLE, providers=providers)
+    assert [line["skipped"] for line in records] == [0] * (iteration - 1) + [1]
+
+
+@pytest.mark.parametrize("flags", ["", "--zero-stage 2", "--overlap-grad-reduce"])
+def test_a_broken_gradient_is_named(corpus, flags):
+    words = command(corpus, 4, flags)
+    providers = Providers(datasets_provider, BrokenGradient(1), forward_step)
+    with pytest.raises(Exception, match=f"iteration 2: .*gradient of {BIAS} on rank") as caught:
+        train_and_inspect(words, Layout(dp=2), providers=providers)
+    if not flags:  # looked at before the sum: only the rank that made it has it
+        assert f"gradient of {BIAS} on rank 1." in str(caught.value)
+    assert "loss of" not in str(caught.value)
+
+
+def probe_each_microbatch(state):
+    """Run three backwards by hand under the probe; the last is spoiled."""
+    chunk, evidence = state.chunks[0], Evidence(state.chunks[0].context)
+    probe = GradientProbe(evidence, state.chunks, Unobserved())
+    chunk.zero_grad_buffer()
+    for number in range(3):
+        with probe.running(forward(0, number)):
+            tokens = torch.randint(100, (1, 16))
+            loss = chunk(tokens, labels=tokens).sum()
+        with probe.running(backward(0, number)):
+            (loss * (math.inf if number == 1 else 1.0)).backward()
+    return find(evidence, state.chunks)
+
+
+def test_the_probe_names_the_microbatch(corpus):
+    (found,) = train_and_inspect(command(corpus, 2), SINGLE, probe_each_microbatch)
+    assert found
+    assert {(f.kind, f.microbatch, f.rank) for f in found} == {("gradient", 1, 0)}
+    assert "from microbatch 1" in describe(found)
+
+
+def test_findings_in_words():
+    many = [NonFinite("gradient", 3, None, f"p{i}") for i in range(5)]
+    assert describe(many) == "gradient of p0 on rank 3, p1 on rank 3, p2 on rank 3 and 2 more"
+    assert "overflowed" in describe([])
