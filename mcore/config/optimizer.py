@@ -21,7 +21,11 @@ WEIGHT_DECAY_INCR_STYLES = ("constant", "linear", "cosine")
 class OptimizerConfig:
     """The update rule. Parameters in a lower precision than fp32 get fp32 main parameters."""
 
-    optimizer: Literal["adam", "sgd", "lion"] = flag("adam", help="Update rule.")
+    optimizer: Literal["adam", "sgd", "lion", "muon"] = flag(
+        "adam",
+        help="Update rule. muon: weight matrices of layers by orthogonalised momentum, all else by "
+        "adam.",
+    )
     lr: float | None = flag(None, help="Highest learning rate, reached at the end of the warmup.")
     min_lr: float = flag(0.0, help="Lowest learning rate of the decay.")
     decoupled_lr: float | None = flag(
@@ -39,6 +43,34 @@ class OptimizerConfig:
     sgd_momentum: float = flag(0.9, help="Decay of SGD's running sum of gradients.")
     lion_beta1: float = flag(0.95, help="Weight of Lion's running mean in its update.")
     lion_beta2: float = flag(0.98, help="Decay of Lion's running mean of gradients.")
+    muon_momentum: float = flag(0.95, help="Decay of Muon's running mean of gradients.")
+    muon_nesterov: bool = flag(
+        False,
+        aliases=("--muon-use-nesterov",),
+        help="Orthogonalise a mean of gradient and momentum rather than the momentum.",
+    )
+    muon_split_qkv: bool = flag(
+        True,
+        name="--muon-split-qkv",
+        help="Orthogonalise the rows of queries, keys and values each as a matrix of their own.",
+    )
+    muon_num_ns_steps: int = flag(5, help="Newton-Schulz steps of Muon's orthogonalisation.")
+    muon_coefficient_type: Literal["quintic", "simple"] = flag(
+        "quintic", help="Coefficients of these steps."
+    )
+    muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = flag(
+        "spectral",
+        help="Size of Muon's updates for a matrix of r rows and c columns: sqrt(max(r, c)), "
+        "sqrt(r / c) or sqrt(max(1, r / c)).",
+    )
+    muon_extra_scale_factor: float = flag(
+        1.0, help="A further factor of Muon's updates; 0.2 with spectral gives Adam's size."
+    )
+    muon_tp_mode: Literal["duplicated"] = flag(
+        "duplicated",
+        help="Muon orthogonalises whole matrices at every layout. Megatron's blockwise does so for "
+        "each tensor-parallel rank's block, which makes another update, and is refused.",
+    )
     adam_eps: float = flag(1e-8, help="Added to the denominator of Adam's update.")
     clip_grad: float = flag(
         1.0, help="Largest global L2 norm of the gradient; 0 = measured, not clipped."
@@ -65,7 +97,8 @@ class OptimizerConfig:
     )
 
     def __post_init__(self) -> None:
-        choose(self.optimizer, ("adam", "sgd", "lion"), "optimizer")
+        choose(self.optimizer, ("adam", "sgd", "lion", "muon"), "optimizer")
+        self._check_muon()
         if self.min_lr < 0:
             raise ConfigError(f"min_lr is {self.min_lr}; it must not be negative")
         if self.lr is not None and self.lr < self.min_lr:
@@ -79,13 +112,36 @@ class OptimizerConfig:
             raise ConfigError(
                 f"decoupled_lr ({self.decoupled_lr}) must not be below decoupled_min_lr ({lowest})"
             )
-        names = ("adam_beta1", "adam_beta2", "sgd_momentum", "lion_beta1", "lion_beta2")
+        names = (
+            "adam_beta1",
+            "adam_beta2",
+            "sgd_momentum",
+            "lion_beta1",
+            "lion_beta2",
+            "muon_momentum",
+        )
         for name, beta in ((name, getattr(self, name)) for name in names):
             if not 0 <= beta < 1:
                 raise ConfigError(f"{name} is {beta}; it must lie in [0, 1)")
         if self.adam_eps <= 0:
             raise ConfigError(f"adam_eps is {self.adam_eps}; it must be positive")
         self._check_loss_scale()
+
+    def _check_muon(self) -> None:
+        choose(self.muon_coefficient_type, ("quintic", "simple"), "muon_coefficient_type")
+        modes = ("spectral", "unit_rms_norm", "shape_scaling")
+        choose(self.muon_scale_mode, modes, "muon_scale_mode")
+        if self.muon_tp_mode != "duplicated":
+            raise ConfigError(
+                f"muon_tp_mode is {self.muon_tp_mode!r}; mcore orthogonalises whole matrices, the "
+                "same at every layout: use duplicated"
+            )
+        if self.muon_num_ns_steps < 1:
+            raise ConfigError(
+                f"muon_num_ns_steps is {self.muon_num_ns_steps}; use a whole number from 1 up"
+            )
+        if self.optimizer == "muon" and not self.decoupled_weight_decay:
+            raise ConfigError("optimizer muon decays weights beside the update; L2 is not defined")
 
     def _check_loss_scale(self) -> None:
         for name in ("loss_scale", "initial_loss_scale", "min_loss_scale"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -11,14 +11,23 @@ from torch import Tensor, nn
 from mcore.config.optimizer import OptimizerConfig
 from mcore.distributed import DataParallelModule, ParamPart
 from mcore.errors import ConfigError
+from mcore.optimizer.adam import Adam
 from mcore.optimizer.clip_grads import clip_grad_by_total_norm_, get_grad_norm
 from mcore.optimizer.grad_scaler import build_grad_scaler
-from mcore.optimizer.param_groups import ParamGroup, build_param_groups, collect_params
-from mcore.optimizer.rules import build_rule
+from mcore.optimizer.muon import Muon
+from mcore.optimizer.param_groups import (
+    ParamGroup,
+    build_param_groups,
+    collect_matrices,
+    collect_params,
+)
+from mcore.optimizer.rules import Lion, Sgd, build_rule
 from mcore.parallel_state import parallel_context_or_single
 from mcore.topology.collectives import all_reduce_
 from mcore.topology.context import ParallelContext
 from mcore.topology.group import Group
+
+Rule: TypeAlias = Adam | Sgd | Lion | Muon
 
 
 class StepResult(NamedTuple):
@@ -60,11 +69,23 @@ class MegatronOptimizer:
         self.config = config
         self.context = context
         self.params = collect_params(model_chunks, context)
-        self.optimizer = build_rule(build_param_groups(self.params, config), config)
         devices = [param.device for chunk in model_chunks for param in chunk.parameters()]
         self._device = devices[0] if devices else torch.device("cpu")
+        self.optimizer = self._build_rule(model_chunks)
         self.grad_scaler = build_grad_scaler(config, self._device)
         self._norm_groups: tuple[Group, ...] = (context.mp,)
+
+    def _build_rule(self, model_chunks: Sequence[nn.Module]) -> Rule:
+        groups = build_param_groups(self.params, self.config)
+        if self.config.optimizer != "muon":
+            return build_rule(groups, self.config)
+        matrices = collect_matrices(model_chunks, self.params, self.context)
+        axes = (*self._shard_axes(model_chunks), self.context.tp)
+        return Muon(groups, self.config, matrices, axes, self._device)
+
+    def _shard_axes(self, model_chunks: Sequence[nn.Module]) -> tuple[Group, ...]:  # noqa: ARG002
+        """Data-parallel ranks that this rank shares its parameters' state with."""
+        return ()
 
     @property
     def param_groups(self) -> list[ParamGroup]:
@@ -202,9 +223,12 @@ class DistributedOptimizer(MegatronOptimizer):
         model_chunks: Sequence[DataParallelModule],
         context: ParallelContext,
     ) -> None:
-        super().__init__(config, model_chunks, context)
         self._chunks = list(model_chunks)
+        super().__init__(config, model_chunks, context)
         self._norm_groups = (self._chunks[0].groups.shard, context.mp)
+
+    def _shard_axes(self, model_chunks: Sequence[nn.Module]) -> tuple[Group, ...]:  # noqa: ARG002
+        return (self._chunks[0].groups.shard,)
 
     def step(self) -> StepResult:
         """Update this rank's run of the parameters and collect what the other ranks updated.

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from mcore.config.optimizer import OptimizerConfig
 from mcore.distributed import DataParallelModule, ParamPart
+from mcore.optimizer.whole_matrices import DealtMatrix
 from mcore.topology.context import ParallelContext
 from mcore.topology.flat_range import FlatRange
 from mcore.topology.param_sharding import ParamSharding, global_named_parameters, sharding_of
@@ -65,6 +66,11 @@ class OptimizedParam:
         return len(self.sharding.global_shape) > 1 and not is_bias
 
     @property
+    def is_matrix(self) -> bool:
+        """Whether it is a weight matrix of a layer: 2-D as a whole, no embedding and no output."""
+        return is_layer_matrix(self.name, self.sharding)
+
+    @property
     def is_embedding_or_output(self) -> bool:
         """Whether it is the word embedding or the output layer, by Megatron's names."""
         return self.name.endswith(("word_embeddings.weight", "output_layer.weight"))
@@ -80,6 +86,12 @@ class OptimizedParam:
             yield view
 
 
+def is_layer_matrix(name: str, sharding: ParamSharding) -> bool:
+    """Whether a parameter is a weight matrix of a layer, which Muon orthogonalises."""
+    outside = ("embeddings.weight", "output_layer.weight")
+    return len(sharding.global_shape) == 2 and not name.endswith(outside)
+
+
 def collect_params(
     model_chunks: Sequence[nn.Module], context: ParallelContext
 ) -> list[OptimizedParam]:
@@ -92,15 +104,40 @@ def collect_params(
     return params
 
 
+def collect_matrices(
+    model_chunks: Sequence[nn.Module], params: Sequence[OptimizedParam], context: ParallelContext
+) -> list[tuple[DealtMatrix, OptimizedParam | None]]:
+    """All weight matrices of layers with what this rank updates of each, alike on all ranks."""
+    own = {id(item.param): item for item in params}
+    matrices = []
+    for chunk in model_chunks:
+        for name, param in _trained(chunk):
+            sharding = sharding_of(param, context.tp)
+            if is_layer_matrix(name, sharding):
+                item = own.get(id(param))
+                has_any = item is not None and item.part.run.numel > 0
+                run = item.part.run if item is not None and has_any else None
+                matrices.append((DealtMatrix(name, sharding, run), item if has_any else None))
+    return matrices
+
+
+def _trained(chunk: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    if isinstance(chunk, DataParallelModule):
+        yield from chunk.trained_parameters()
+        return
+    for name, param in global_named_parameters(chunk):
+        if param.requires_grad:
+            yield name, param
+
+
 def _parts(chunk: nn.Module, context: ParallelContext) -> Iterator[ParamPart]:
     if isinstance(chunk, DataParallelModule):
         yield from chunk.own_parts()
         return
-    for name, param in global_named_parameters(chunk):
-        if param.requires_grad:
-            sharding = sharding_of(param, context.tp)
-            run = FlatRange.whole(param)
-            yield ParamPart(name, param, sharding, run, param.detach(), param.dtype)
+    for name, param in _trained(chunk):
+        sharding = sharding_of(param, context.tp)
+        run = FlatRange.whole(param)
+        yield ParamPart(name, param, sharding, run, param.detach(), param.dtype)
 
 
 def _gradient_source(chunk: nn.Module, param: nn.Parameter) -> Callable[[], Tensor | None]:
@@ -114,34 +151,49 @@ def build_param_groups(
 ) -> list[ParamGroup]:
     """A group with weight decay and one without, also where a pipeline stage leaves one empty.
 
+    With Muon the weight matrices of layers are a group of their own.
+
     A learning rate of their own (`decoupled_lr`) puts the word embedding and the output layer into
     a group that carries `max_lr` and `min_lr`. The others carry none, unlike Megatron's: the
     scheduler has them, and a second copy would win over it when the schedule is changed.
     """
     groups: list[ParamGroup] = []
-    kinds = [(False, True), (False, False)]
+    kinds = [_Kind(is_decayed=True), _Kind(is_decayed=False)]
     if config.decoupled_lr is not None:
-        kinds.append((True, True))
-    for is_decoupled, is_decayed in kinds:
-        wd_mult = 1.0 if is_decayed else 0.0
+        kinds.append(_Kind(is_decayed=True, is_decoupled=True))
+    if config.optimizer == "muon":
+        kinds.append(_Kind(is_decayed=True, is_matrix=True))
+    for kind in kinds:
+        wd_mult = 1.0 if kind.is_decayed else 0.0
         group: ParamGroup = {
-            "params": [
-                p.main
-                for p in params
-                if p.is_decayed == is_decayed
-                and (config.decoupled_lr is not None and p.is_embedding_or_output) == is_decoupled
-            ],
-            "lr": config.decoupled_lr if is_decoupled else config.lr,
+            "params": [p.main for p in params if _Kind.of(p, config) == kind],
+            "lr": config.decoupled_lr if kind.is_decoupled else config.lr,
             "weight_decay": config.weight_decay * wd_mult,
             "lr_mult": 1.0,
             "wd_mult": wd_mult,
+            "is_matrix": kind.is_matrix,
         }
-        if is_decoupled:
+        if kind.is_decoupled:
             lowest = config.decoupled_min_lr
             group["max_lr"] = config.decoupled_lr
             group["min_lr"] = config.min_lr if lowest is None else lowest
         groups.append(group)
     return groups
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What parameters of one group have in common."""
+
+    is_decayed: bool
+    is_decoupled: bool = False
+    is_matrix: bool = False
+
+    @classmethod
+    def of(cls, param: OptimizedParam, config: OptimizerConfig) -> _Kind:
+        decoupled = config.decoupled_lr is not None and param.is_embedding_or_output
+        matrix = config.optimizer == "muon" and param.is_matrix
+        return cls(param.is_decayed, decoupled, matrix)
 
 
 def _main_param(part: ParamPart) -> nn.Parameter:

@@ -99,7 +99,7 @@ class Lion(_MomentumRule):
 
 
 def build_rule(groups: list[ParamGroup], config: OptimizerConfig) -> Adam | Sgd | Lion:
-    """The update rule that the options ask for."""
+    """The update rule that the options ask for; Muon, which needs more, is built by itself."""
     if config.optimizer == "sgd":
         return Sgd(groups, config)
     return Lion(groups, config) if config.optimizer == "lion" else Adam(groups, config)

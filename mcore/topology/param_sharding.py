@@ -52,6 +52,8 @@ class ParamSharding:
             to be summed over the tensor-parallel group.
         tied_key: global name of the parameter that this one is a copy of (a tied output layer on
             another pipeline stage); a copy is neither counted nor saved.
+        row_parts: global rows repeat in runs of these lengths, and each kind of run is a matrix of
+            its own (queries, key and value of a head group); empty = one matrix.
     """
 
     global_shape: tuple[int, ...]
@@ -59,6 +61,7 @@ class ParamSharding:
     pieces: tuple[Piece, ...]
     sequence_parallel: bool = False
     tied_key: str | None = None
+    row_parts: tuple[int, ...] = ()
 
     @property
     def dim(self) -> int:
@@ -106,17 +109,19 @@ class RowCut:
         total: global rows, without padding.
         local: rows of this rank's tensor, padding included.
         pieces: which local rows are which global rows.
+        parts: see `ParamSharding.row_parts`.
     """
 
     total: int
     local: int
     pieces: tuple[Piece, ...]
+    parts: tuple[int, ...] = ()
 
     def sharding(self, *other: int, dim: int = 0) -> ParamSharding:
         """Declaration for a parameter with these rows along `dim` and `other` sizes elsewhere."""
         shape = list(other)
         shape.insert(dim, self.total)
-        return ParamSharding(tuple(shape), dim, self.pieces)
+        return ParamSharding(tuple(shape), dim, self.pieces, row_parts=self.parts)
 
 
 def even_rows(total: int, group: Group, *, blocks: int = 1, used: int | None = None) -> RowCut:

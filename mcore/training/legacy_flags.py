@@ -192,6 +192,20 @@ _FLAGS = (
         _SWITCH,
     ),
     LegacyFlag(
+        "--muon-no-split-qkv",
+        "Older name of --no-muon-split-qkv.",
+        lambda _: {("optimizer", "muon_split_qkv"): False},
+        None,
+        _SWITCH,
+    ),
+    LegacyFlag(
+        "--muon-scalar-optimizer",
+        "What updates all but the weight matrices: adam.",
+        _nothing,
+        "--muon-scalar-optimizer adam has no effect: it is the only one",
+        {"choices": ["adam"]},
+    ),
+    LegacyFlag(
         "--DDP-impl",
         "Only Megatron's own (local) data parallelism exists.",
         _nothing,
@@ -299,6 +313,7 @@ _NOT_BUILT: Mapping[str, tuple[str, ...]] = {
         "--wandb-save-dir",
         "--wandb-entity",
     ),
+    "Muon's products have the main parameters' precision; drop it": ("--muon-fp32-matmul-prec",),
     "profiling is not built yet; drop it": (
         "--profile",
         "--use-pytorch-profiler",

@@ -218,8 +218,10 @@ def moment_bytes(config: RunConfig, total: int, matrices: int) -> int:
         total: parameters.
         matrices: those of them that lie in weight matrices of layers.
     """
-    del matrices
-    return total * (8 if config.optimizer.optimizer == "adam" else 4)
+    rule = config.optimizer.optimizer
+    if rule == "muon":
+        return 8 * total - 4 * matrices
+    return total * (8 if rule == "adam" else 4)
 
 
 def _peak(chunks: Sequence[_Chunk], plan: Plan) -> tuple[int, int]:

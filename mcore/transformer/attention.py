@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
@@ -29,9 +31,10 @@ def qkv_rows(heads: int, groups: int, head_dim: int, tp_group: Group) -> RowCut:
     Source: the row order is Megatron's (checkpoint version 2.0 and later).
     """
     t, r = tp_group.size, tp_group.rank
-    rows_per_group = (heads // groups + 2) * head_dim
+    parts = (heads // groups * head_dim, head_dim, head_dim)
+    rows_per_group = sum(parts)
     if groups >= t:
-        return even_rows(groups * rows_per_group, tp_group)
+        return replace(even_rows(groups * rows_per_group, tp_group), parts=parts)
     ranks_per_group = t // groups
     group, part = divmod(r, ranks_per_group)
     query_rows = heads // t * head_dim
@@ -44,7 +47,7 @@ def qkv_rows(heads: int, groups: int, head_dim: int, tp_group: Group) -> RowCut:
         is_owner=part == 0,
         is_shared=True,
     )
-    return RowCut(groups * rows_per_group, query_rows + 2 * head_dim, (query, key_value))
+    return RowCut(groups * rows_per_group, query_rows + 2 * head_dim, (query, key_value), parts)
 
 
 class SelfAttention(nn.Module):
