@@ -4,6 +4,10 @@ Where Megatron asserts or raises RuntimeError for the same mistake the class is 
 well, so that code which catches them keeps working.
 """
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+
 
 class McoreError(Exception):
     """Base of every error that mcore raises for a user, a file or another rank."""
@@ -11,6 +15,19 @@ class McoreError(Exception):
 
 class ConfigError(McoreError, ValueError, AssertionError):
     """An option, or a combination of options, that cannot be right."""
+
+
+class OptionsError(ConfigError):
+    """Several options that cannot be right.
+
+    Attributes:
+        problems: each of them in words.
+    """
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        listed = "\n".join(f"  {i}. {problem}" for i, problem in enumerate(problems, 1))
+        super().__init__(f"{len(problems)} problems with the options:\n{listed}")
+        self.problems = tuple(problems)
 
 
 class TopologyError(McoreError, ValueError, RuntimeError):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from mcore.config.fields import choose, flag
-from mcore.errors import ConfigError
+from mcore.config.fields import below, flag, not_one_of, refuse
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,7 +18,11 @@ class CheckpointConfig:
     """
 
     save: str | None = flag(None, metavar="DIR", help="Save root of checkpoints.")
-    save_interval: int | None = flag(None, help="Iterations between checkpoints; needs --save.")
+    save_interval: int | None = flag(
+        None,
+        aliases=("--persistent-save-interval",),
+        help="Iterations between checkpoints; needs --save.",
+    )
     async_save: bool = flag(
         False,
         help="Copy the state and go on training while a thread writes it. A save that comes before "
@@ -76,38 +80,35 @@ class CheckpointConfig:
     )
 
     def __post_init__(self) -> None:
+        refuse(self._problems())
+
+    def _problems(self) -> Iterator[str]:
         if self.save_interval is not None and self.save is None:
-            raise ConfigError("save_interval also needs a directory: give --save DIR")
-        if self.save_interval is not None and self.save_interval < 1:
-            raise ConfigError(f"save_interval is {self.save_interval}; use a number from 1 up")
-        try:
-            choose(self.on_damaged_checkpoint, ("fallback", "error"), "on_damaged_checkpoint")
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
-        self._check_retention()
+            yield "save_interval also needs a directory: give --save DIR"
+        names = ("save_interval", "keep_latest", "keep_every", "save_retain_interval")
+        yield from below(self, 1, *names)
+        yield from not_one_of(
+            self.on_damaged_checkpoint, ("fallback", "error"), "on_damaged_checkpoint"
+        )
+        if not list(below(self, 1, *names)):
+            yield from self._wrong_retention()
         for name in ("async_save", "verify_saved_checkpoint", "keep_latest"):
             if getattr(self, name) and self.save is None:
-                raise ConfigError(f"{name} needs save: give --save DIR")
+                yield f"`{name}` needs --save DIR"
         for name in ("finetune", "use_checkpoint_args", "ckpt_step", "exit_on_missing_checkpoint"):
             if getattr(self, name) not in (None, False) and self.load is None:
-                raise ConfigError(f"{name} needs load: give --load DIR")
+                yield f"`{name}` needs --load DIR"
 
-    def _check_retention(self) -> None:
-        for name in ("keep_latest", "keep_every", "save_retain_interval"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} is {value}; use a number from 1 up")
+    def _wrong_retention(self) -> Iterator[str]:
         if self.keep_every is not None and self.keep_latest is None:
-            raise ConfigError(
-                "keep_every needs keep_latest: without it no checkpoint is ever deleted"
-            )
+            yield "keep_every needs keep_latest: without it no checkpoint is ever deleted"
         retain = self.save_retain_interval
         if retain is None:
             return
         if self.keep_latest is not None:
-            raise ConfigError("save_retain_interval and keep_latest exclude each other; drop one")
+            yield "save_retain_interval and keep_latest exclude each other; drop one"
         if self.save_interval is None or retain % self.save_interval:
-            raise ConfigError(
+            yield (
                 f"save_retain_interval ({retain}) must be a multiple of save_interval "
                 f"({self.save_interval})"
             )

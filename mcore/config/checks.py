@@ -6,10 +6,15 @@ command line are reported together, before any process group exists.
 
 from __future__ import annotations
 
+import dataclasses
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
+from typing import Any, cast
 
-from mcore.config.command_line import spelled_as_flags
+from mcore.config.command_line import flag_spellings, spelled_as_flags
+from mcore.config.data import dangling_weight
+from mcore.config.fields import refuse
+from mcore.config.optimizer import scheduler_steps
 from mcore.config.run import RunConfig
 from mcore.errors import ConfigError, TopologyError
 from mcore.num_microbatches_calculator import parse_step_schedule
@@ -72,7 +77,9 @@ def _batch(config: RunConfig, world_size: int) -> str | None:
     )
     return (
         f"--global-batch-size ({batch}) must be a multiple of --micro-batch-size ({micro}) x "
-        f"data-parallel size ({dp}) = {per_step}; nearest: {nearest}"
+        f"data-parallel size ({dp}) = {per_step}, and {batch} / {per_step} leaves "
+        f"{batch % per_step}; nearest: {nearest}; data-parallel size = {world_size} processes / "
+        f"{shards} of tensor x pipeline"
     )
 
 
@@ -215,7 +222,7 @@ def _layers(config: RunConfig, world_size: int) -> str | None:
             placement = StagePlacement.v(pp)
         config.pipeline.split(config.model, placement, (0.0, 0.0))
     except ConfigError as error:
-        return None if str(error) == _virtual(config, 0) else str(error)
+        return str(error)
     return None
 
 
@@ -251,6 +258,63 @@ def _token_budget(config: RunConfig, world_size: int) -> str | None:
             f"--max-tokens-per-microbatch ({budget}) must hold the longest conversation, "
             f"--seq-length ({training.seq_length})"
         )
+    return None
+
+
+def _schedule(config: RunConfig, world_size: int) -> str | None:
+    del world_size
+    training, schedule = config.training, config.scheduler
+    if (training.train_iters is None) == (training.train_samples is None):
+        return None  # told elsewhere
+    try:
+        steps = scheduler_steps(
+            schedule,
+            global_batch_size=1,  # lengths are only compared with each other
+            train_iters=training.train_iters,
+            train_samples=training.train_samples,
+        )
+    except ConfigError as error:
+        return str(error)
+    if not 0 <= steps.lr_warmup_steps < steps.lr_decay_steps:
+        return (
+            f"the warmup ({steps.lr_warmup_steps}, from --lr-warmup-...) must be shorter than "
+            f"--lr-decay-iters or --lr-decay-samples ({steps.lr_decay_steps}; the training length "
+            "when absent), which it is a part of"
+        )
+    return None
+
+
+def _warmup_init(config: RunConfig, world_size: int) -> str | None:
+    del world_size
+    lr, first = config.optimizer.lr, config.scheduler.lr_warmup_init
+    if lr is None or first <= lr:
+        return None
+    return f"--lr-warmup-init ({first}) must not exceed --lr ({lr})"
+
+
+def _weight_decay(config: RunConfig, world_size: int) -> str | None:
+    del world_size
+    schedule, constant = config.scheduler, config.optimizer.weight_decay
+    start, end = schedule.start_weight_decay, schedule.end_weight_decay
+    if start is None or end is None:
+        return None if constant >= 0 else f"--weight-decay is {constant}; it must not be negative"
+    if 0 <= start <= end:
+        return None
+    return f"--start-weight-decay ({start}) and --end-weight-decay ({end}) must rise from 0 or more"
+
+
+def _blends(config: RunConfig, world_size: int) -> str | None:
+    del world_size
+    data = config.data
+    for flag, words in (
+        ("--data-path", data.data_path),
+        ("--train-data-path", data.train_data_path),
+        ("--valid-data-path", data.valid_data_path),
+        ("--test-data-path", data.test_data_path),
+    ):
+        problem = None if words is None else dangling_weight(words)
+        if problem is not None:
+            return f"{flag} {problem}"
     return None
 
 
@@ -308,7 +372,11 @@ CHECKS: tuple[Check, ...] = (
     _layers,
     _weight_gradients,
     _token_budget,
+    _schedule,
+    _warmup_init,
+    _weight_decay,
     _data,
+    _blends,
     _tokenizer,
     _precision,
     _instances,
@@ -318,14 +386,43 @@ CHECKS: tuple[Check, ...] = (
 
 def check(config: RunConfig, world_size: int) -> None:
     """Raise one `ConfigError` that lists everything wrong with a configuration."""
-    problems = [problem for rule in CHECKS if (problem := rule(config, world_size)) is not None]
-    refuse([spelled_as_flags(problem, type(config.model)) for problem in problems])
+    sections = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    flags = flag_spellings(map(type, sections.values()))
+    refuse([spelled_as_flags(problem, flags) for problem in problems_between(sections, world_size)])
 
 
-def refuse(problems: Sequence[str]) -> None:
-    """Raise one `ConfigError` that lists the problems, if there are any."""
-    if len(problems) == 1:
-        raise ConfigError(problems[0])
-    if problems:
-        listed = "\n".join(f"  {i}. {problem}" for i, problem in enumerate(problems, 1))
-        raise ConfigError(f"{len(problems)} problems with the options:\n{listed}")
+def problems_between(sections: Mapping[str, Any], world_size: int) -> list[str]:
+    """Everything wrong between the sections of a configuration, in words.
+
+    Args:
+        sections: by name. Those that could not be built are absent: rules that need one are left
+            out, so that what is wrong elsewhere is told all the same.
+        world_size: processes of the job.
+    """
+    config = cast(RunConfig, _Sections(sections))
+    found = []
+    for rule in CHECKS:
+        try:
+            problem = rule(config, world_size)
+        except _AbsentSectionError:
+            continue
+        if problem is not None and problem not in found:
+            found.append(problem)
+    return found
+
+
+class _AbsentSectionError(Exception):
+    """A rule asked for a section that could not be built."""
+
+
+class _Sections:
+    """Stands for a `RunConfig` of which some sections are absent."""
+
+    def __init__(self, sections: Mapping[str, Any]) -> None:
+        self._sections = sections
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self._sections[name]
+        except KeyError:
+            raise _AbsentSectionError(name) from None

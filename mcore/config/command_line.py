@@ -9,10 +9,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import functools
 import re
 import types
 import typing
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin
 
 from mcore.config.fields import Flag, flag_of
@@ -33,6 +34,7 @@ class StrictParser(argparse.ArgumentParser):
         options.setdefault("allow_abbrev", False)
         super().__init__(**options)
         self._refused = dict(refused or {})
+        self._malformed: dict[str, str] = {}
 
     def error(self, message: str) -> NoReturn:
         """Raise `ConfigError` in place of argparse's exit."""
@@ -46,18 +48,77 @@ class StrictParser(argparse.ArgumentParser):
         Raises:
             ConfigError: unknown flags, each with the nearest known ones, or malformed values.
         """
-        namespace, unknown = super().parse_known_args(args, namespace)
-        if unknown:
-            flags = [word for word in unknown if word.startswith("--")] or unknown
-            raise ConfigError("\n".join(map(self._explain, flags)))
+        namespace, problems = self.collect(args, namespace)
+        if problems:
+            raise ConfigError("\n".join(problems))
         return namespace, []
 
-    def _explain(self, word: str) -> str:
-        name = word.split("=", 1)[0]
+    def collect(
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Parse as much as can be parsed; the second result is everything wrong with the rest."""
+        self._malformed = {}
+        try:
+            namespace, unknown = super().parse_known_args(args, namespace)
+        except ConfigError as error:
+            return namespace or argparse.Namespace(), [*self._malformed.values(), str(error)]
+        # The words after an unknown flag are its values as far as anybody can tell.
+        flags = [word for word in unknown if word.startswith("--")] or unknown
+        return namespace, [*self._malformed.values(), *map(self.explain, flags)]
+
+    @property
+    def malformed(self) -> frozenset[str]:
+        """Where the values would go that the last `collect` could not read."""
+        return frozenset(self._malformed)
+
+    def spellings(self, words: Sequence[str]) -> dict[str, str]:
+        """Where each typed flag goes in the namespace -> how it was typed."""
+        typed = [word.split("=", 1)[0] for word in words]
+        actions = self._option_string_actions
+        return {actions[word].dest: word for word in typed if word in actions}
+
+    def read_one(self, flag: str, words: list[str]) -> tuple[argparse.Namespace, list[str]]:
+        """Read one known flag with its words, whatever else a command line would need."""
+        self._malformed = {}
+        action, namespace = self._option_string_actions[flag], argparse.Namespace()
+        if self._match_argument(action, "A" * len(words)) != len(words):
+            self._malformed.setdefault(action.dest, f"{flag} does not take {' '.join(words)!r}")
+        value = self._get_values(action, words)
+        if value is not argparse.SUPPRESS:
+            action(self, namespace, value, flag)
+        return namespace, list(self._malformed.values())
+
+    def knows(self, flag: str) -> bool:
+        """Whether there is a flag of this spelling."""
+        return flag in self._option_string_actions
+
+    def is_switch(self, flag: str) -> bool:
+        """Whether a known flag takes no value."""
+        return self._option_string_actions[flag].nargs == 0
+
+    def explain(self, flag: str) -> str:
+        """Why a flag is unknown or refused, and what to do instead."""
+        name = flag.split("=", 1)[0]
         if name in self._refused:
             return f"{name} is not available: {self._refused[name]}"
-        kind = "flag" if word.startswith("-") else "argument"
-        return f"unknown {kind} {word!r}" + did_you_mean(name, self._option_string_actions)
+        kind = "flag" if flag.startswith("-") else "argument"
+        return f"unknown {kind} {flag!r}" + did_you_mean(name, self._option_string_actions)
+
+    def _match_argument(self, action: argparse.Action, arg_strings_pattern: str) -> int:
+        try:
+            return super()._match_argument(action, arg_strings_pattern)
+        except argparse.ArgumentError as error:
+            self._malformed[action.dest] = str(error)
+            return 0
+
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        if action.dest in self._malformed:
+            return argparse.SUPPRESS  # so that nothing is stored
+        try:
+            return super()._get_values(action, arg_strings)
+        except argparse.ArgumentError as error:
+            self._malformed[action.dest] = str(error)
+            return argparse.SUPPRESS
 
 
 def did_you_mean(word: str, known: Collection[str]) -> str:
@@ -112,16 +173,32 @@ def flag_names(field: dataclasses.Field[Any], described: Flag) -> list[str]:
     return [spelling, *described.aliases]
 
 
-def spelled_as_flags(text: str, config_class: type[Any]) -> str:
-    """An error message with the names of fields as the flags that a user types."""
-    for field in dataclasses.fields(config_class):
-        described = flag_of(field)
-        if described is not None and not described.hidden:
-            # A one-word name is a field for sure only where the message begins with it.
-            start = r"(?<![\w-])" if "_" in field.name else "^"
-            flag = flag_names(field, described)[0]
-            text = re.sub(rf"{start}{field.name}(?![\w-])", flag, text)
-    return text
+def flag_spellings(config_classes: Iterable[type[Any]]) -> dict[str, str]:
+    """Field -> its flag, of every field that has one."""
+    return {
+        field.name: flag_names(field, described)[0]
+        for config_class in config_classes
+        for field in dataclasses.fields(config_class)
+        if (described := flag_of(field)) is not None and not described.hidden
+    }
+
+
+def spelled_as_flags(text: str, flags: Mapping[str, str]) -> str:
+    """A message about fields as one about the flags that a user types.
+
+    A name of one word is surely a field only where it begins the message or stands in backticks.
+
+    Args:
+        text: the message.
+        flags: field -> flag, of `flag_spellings`.
+    """
+
+    def respell(match: re.Match[str]) -> str:
+        name = match["name"] or match["quoted"]
+        is_field = "_" in name or match["quoted"] is not None or match.start() == 0
+        return flags[name] if is_field and name in flags else match[0]
+
+    return re.sub(r"(?<![\w/.-])(?:(?P<name>[a-z]\w*)(?![\w/-])|`(?P<quoted>\w+)`)", respell, text)
 
 
 def _flag_options(
@@ -138,12 +215,18 @@ def _flag_options(
     if get_origin(kind) is tuple:
         options["nargs"], options["action"], kind = "+", _Tuple, get_args(kind)[0]
     if get_origin(kind) is Literal:
-        options["choices"], kind = list(get_args(kind)), type(get_args(kind)[0])
+        options["choices"] = list(get_args(kind))
+        kind = functools.partial(_one_of, get_args(kind))
     elif described.metavar is None:
         options["metavar"] = {int: "N", float: "X", str: "TEXT"}[kind]
     if described.metavar is not None:
         options["metavar"] = described.metavar
     return names, options | {"type": kind}
+
+
+def _one_of(choices: tuple[Any, ...], word: str) -> Any:
+    """The choice that a word means in small or capital letters; argparse refuses what is left."""
+    return next((choice for choice in choices if str(choice).lower() == word.lower()), word)
 
 
 class _Tuple(argparse.Action):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
-from mcore.config.fields import choose, flag
-from mcore.errors import ConfigError, UnsupportedError
+from mcore.config.fields import below, flag, not_one_of, refuse
 
 DEFAULT_SPLIT = "969, 30, 1"
 """Megatron's default shares of training, validation and test."""
@@ -22,7 +22,6 @@ class DataConfig:
 
     Raises:
         ConfigError: options that exclude each other, or a number out of range.
-        UnsupportedError: a `dataloader_type` that is not built.
     """
 
     data_path: tuple[str, ...] | None = flag(
@@ -95,6 +94,9 @@ class DataConfig:
     )
 
     def __post_init__(self) -> None:
+        refuse(self._problems())
+
+    def _problems(self) -> Iterator[str]:
         sources = {
             "--data-path": self.data_path is not None,
             "--data-args-path": self.data_args_path is not None,
@@ -103,29 +105,24 @@ class DataConfig:
         }
         given = [name for name, present in sources.items() if present]
         if len(given) > 1:
-            raise ConfigError(f"data is given twice, by {' and by '.join(given)}; keep one of them")
+            yield f"data is given twice, by {' and by '.join(given)}; keep one of them"
         if self.split is not None and self.has_separate_splits:
-            raise ConfigError(
+            yield (
                 f"--split {self.split!r} cuts one corpus into three, but {given[0]} gives each "
                 f"split "
                 "its own corpus; drop one of the two"
             )
         if self.sft and (self.data_order == "stable" or self.multiple_validation_sets):
-            raise ConfigError(
+            yield (
                 "--sft has an order and splits of its own; drop --data-order stable and "
                 "--multiple-validation-sets"
             )
-        if self.num_workers < 0:
-            raise ConfigError(f"--num-workers is {self.num_workers}; use 0 or more")
-        choose(self.data_order, ("megatron", "stable"), "data_order")
+        yield from below(self, 0, "num_workers")
+        yield from not_one_of(self.data_order, ("megatron", "stable"), "data_order")
         if self.dataloader_type == "external":
-            raise UnsupportedError(
-                "--dataloader-type external is not available; use single or cyclic"
-            )
-        if self.dataloader_type not in ("single", "cyclic"):
-            raise ConfigError(
-                f"--dataloader-type is {self.dataloader_type!r}; use single or cyclic"
-            )
+            yield "--dataloader-type external is not available; use single or cyclic"
+        else:
+            yield from not_one_of(self.dataloader_type, ("single", "cyclic"), "dataloader_type")
 
     @property
     def has_split_paths(self) -> bool:
@@ -143,3 +140,17 @@ class DataConfig:
         """Any corpus is named at all."""
         one_corpus = self.data_path is not None or self.data_args_path is not None
         return one_corpus or self.has_separate_splits
+
+
+def dangling_weight(words: Sequence[str]) -> str | None:
+    """What is wrong with a data path that ends in a weight without a corpus, or None."""
+    if len(words) % 2 == 0 or len(words) == 1:
+        return None
+    try:
+        weights = [float(word) for word in words[::2]]
+    except ValueError:
+        return None
+    return (
+        f"{' '.join(words)!r} ends in the weight {words[-1]} without a corpus (weights so far: "
+        f"{', '.join(map(str, weights))}); write WEIGHT PREFIX WEIGHT PREFIX ..., or prefixes alone"
+    )

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from mcore.config.fields import flag
-from mcore.errors import ConfigError
+from mcore.config.fields import below, flag, not_one_of, refuse
 
 ShardingStrategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
 
@@ -67,36 +67,32 @@ class DistributedDataParallelConfig:
     )
 
     def __post_init__(self) -> None:
+        refuse(self._problems())
+
+    def _problems(self) -> Iterator[str]:
         strategy = self.data_parallel_sharding_strategy
         if strategy is not None and strategy not in STRATEGIES:
-            raise ConfigError(
-                f"data_parallel_sharding_strategy is {strategy!r}; use one of "
-                f"{', '.join(STRATEGIES)}"
-            )
+            yield from not_one_of(strategy, STRATEGIES, "data_parallel_sharding_strategy")
+            return
         if self.use_distributed_optimizer and strategy not in (None, "optim"):
-            raise ConfigError(
+            yield (
                 f"use_distributed_optimizer means data_parallel_sharding_strategy optim, which is "
                 f"{strategy}; drop one of the two"
             )
         if self.sharding_stage == 0:
             for name in ("overlap_param_gather", "reshard_every_microbatch"):
                 if getattr(self, name):
-                    raise ConfigError(f"{name} needs sharding; add use_distributed_optimizer")
+                    yield f"{name} needs sharding; add use_distributed_optimizer"
             if self.num_distributed_optimizer_instances > 1:
-                raise ConfigError(
+                yield (
                     "num_distributed_optimizer_instances needs sharding; add "
                     "use_distributed_optimizer"
                 )
-        if self.num_distributed_optimizer_instances < 1:
-            raise ConfigError(
-                f"num_distributed_optimizer_instances is "
-                f"{self.num_distributed_optimizer_instances}; use a whole number from 1 up"
-            )
+        yield from below(
+            self, 1, "num_distributed_optimizer_instances", "bucket_size", "num_buckets"
+        )
         if self.bucket_size is not None and self.num_buckets is not None:
-            raise ConfigError("give bucket_size or num_buckets, not both")
-        for name, value in (("bucket_size", self.bucket_size), ("num_buckets", self.num_buckets)):
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} is {value}; it must be at least 1")
+            yield "give bucket_size or num_buckets, not both"
 
     @property
     def sharding_stage(self) -> int:

@@ -7,8 +7,10 @@ line (`training/arguments.py`) and the flags page are generated from these descr
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
+
+from mcore.errors import ConfigError, OptionsError
 
 METADATA_KEY = "flag"
 
@@ -54,6 +56,45 @@ def flag(default: Any = dataclasses.MISSING, *, help: str, **options: Any) -> An
 def flag_of(field: dataclasses.Field[Any]) -> Flag | None:
     """The command-line description of a dataclass field, or None where it has none."""
     return field.metadata.get(METADATA_KEY)
+
+
+def refuse(problems: Iterable[str]) -> None:
+    """Raise one error with everything that is wrong, if anything is.
+
+    Raises:
+        ConfigError: one problem.
+        OptionsError: several.
+    """
+    found = []
+    try:
+        for problem in problems:
+            found.append(problem)
+    except ConfigError as error:
+        found += problems_of(error)
+    if len(found) == 1:
+        raise ConfigError(found[0])
+    if found:
+        raise OptionsError(found)
+
+
+def problems_of(error: Exception) -> list[str]:
+    """The problems that an error tells, one by one."""
+    return list(error.problems) if isinstance(error, OptionsError) else [str(error)]
+
+
+def below(config: Any, least: float, *names: str) -> Iterator[str]:
+    """A problem for each field that is set and lies below a bound."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and value < least:
+            kind = "a whole number" if isinstance(least, int) else "a number"
+            yield f"`{name}` is {value}; use {kind} from {least} up"
+
+
+def not_one_of(value: Any, choices: Sequence[Any], name: str) -> Iterator[str]:
+    """A problem where the value is none of the choices."""
+    if value not in choices:
+        yield f"`{name}` is {value!r}; use one of {', '.join(map(str, choices))}"
 
 
 def choose(value: Any, choices: Sequence[Any], name: str) -> None:

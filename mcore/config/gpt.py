@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from mcore.config.fields import choose, flag
-from mcore.errors import ConfigError
+from mcore.config.fields import flag, not_one_of, refuse
 
 PositionEmbedding = Literal["learned_absolute", "rope", "none"]
 
@@ -72,29 +72,27 @@ class GPTConfig:
     )
 
     def __post_init__(self) -> None:
-        try:
-            choose(
-                self.position_embedding_type,
-                ("learned_absolute", "rope", "none"),
-                "position_embedding_type",
-            )
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
-        if not 0.0 < self.rotary_percent <= 1.0:
-            raise ConfigError(
-                f"rotary_percent is {self.rotary_percent}; use a number above 0 and up to 1"
-            )
-        self._check_scaling()
+        refuse(self._problems())
 
-    def _check_scaling(self) -> None:
+    def _problems(self) -> Iterator[str]:
+        yield from not_one_of(
+            self.position_embedding_type,
+            ("learned_absolute", "rope", "none"),
+            "position_embedding_type",
+        )
+        if not 0.0 < self.rotary_percent <= 1.0:
+            yield f"rotary_percent is {self.rotary_percent}; use a number above 0 and up to 1"
+        yield from self._wrong_scaling()
+
+    def _wrong_scaling(self) -> Iterator[str]:
         linear = self.rotary_seq_len_interpolation_factor
         if linear is not None and self.use_rope_scaling:
-            raise ConfigError(
+            yield (
                 "rotary_seq_len_interpolation_factor and use_rope_scaling exclude each other; drop "
                 "one"
             )
         if (linear is not None or self.use_rope_scaling) and self.position_embedding_type != "rope":
-            raise ConfigError("scaling of rotary positions needs position_embedding_type rope")
+            yield "scaling of rotary positions needs position_embedding_type rope"
         for name in (
             "rotary_seq_len_interpolation_factor",
             "rope_scaling_factor",
@@ -103,9 +101,9 @@ class GPTConfig:
         ):
             value = getattr(self, name)
             if value is not None and not value > 0:
-                raise ConfigError(f"{name} is {value}; use a number above 0")
+                yield f"{name} is {value}; use a number above 0"
         if not self.rope_high_freq_factor > self.rope_low_freq_factor:
-            raise ConfigError(
+            yield (
                 f"rope_high_freq_factor ({self.rope_high_freq_factor}) must be above "
                 f"rope_low_freq_factor ({self.rope_low_freq_factor})"
             )

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from mcore.config.fields import flag
-from mcore.errors import ConfigError
+from mcore.config.fields import below, flag, refuse
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,6 +21,9 @@ class LoggingConfig:
         None, metavar="DIR", help="TensorBoard directory; SAVE/tensorboard when absent."
     )
     tensorboard_log_interval: int = flag(1, help="Iterations between TensorBoard points.")
+    tensorboard_queue_size: int = flag(
+        1000, help="TensorBoard points that may wait in memory before they are written."
+    )
     metrics_jsonl: str | None = flag(
         None,
         metavar="FILE",
@@ -28,6 +31,9 @@ class LoggingConfig:
     )
 
     def __post_init__(self) -> None:
-        for name in ("log_interval", "tensorboard_log_interval"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; use a whole number from 1 up")
+        refuse(self._problems())
+
+    def _problems(self) -> Iterator[str]:
+        yield from below(
+            self, 1, "log_interval", "tensorboard_log_interval", "tensorboard_queue_size"
+        )

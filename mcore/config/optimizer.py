@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from mcore.config.fields import choose, flag
+from mcore.config.fields import below, flag, not_one_of, refuse
 from mcore.errors import ConfigError
 
 DecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"]
@@ -97,19 +98,22 @@ class OptimizerConfig:
     )
 
     def __post_init__(self) -> None:
-        choose(self.optimizer, ("adam", "sgd", "lion", "muon"), "optimizer")
-        self._check_muon()
+        refuse(self._problems())
+
+    def _problems(self) -> Iterator[str]:
+        yield from not_one_of(self.optimizer, ("adam", "sgd", "lion", "muon"), "optimizer")
+        yield from self._wrong_muon()
         if self.min_lr < 0:
-            raise ConfigError(f"min_lr is {self.min_lr}; it must not be negative")
+            yield f"min_lr is {self.min_lr}; it must not be negative"
         if self.lr is not None and self.lr < self.min_lr:
-            raise ConfigError(f"lr ({self.lr}) must not be below min_lr ({self.min_lr})")
+            yield f"`lr` ({self.lr}) must not be below min_lr ({self.min_lr})"
         if self.clip_grad < 0:
-            raise ConfigError(f"clip_grad is {self.clip_grad}; use 0 to switch clipping off")
+            yield f"clip_grad is {self.clip_grad}; use 0 to switch clipping off"
         if self.decoupled_lr is None and self.decoupled_min_lr is not None:
-            raise ConfigError("decoupled_min_lr needs decoupled_lr")
+            yield "decoupled_min_lr needs decoupled_lr"
         lowest = self.min_lr if self.decoupled_min_lr is None else self.decoupled_min_lr
         if self.decoupled_lr is not None and self.decoupled_lr < lowest:
-            raise ConfigError(
+            yield (
                 f"decoupled_lr ({self.decoupled_lr}) must not be below decoupled_min_lr ({lowest})"
             )
         names = (
@@ -122,40 +126,36 @@ class OptimizerConfig:
         )
         for name, beta in ((name, getattr(self, name)) for name in names):
             if not 0 <= beta < 1:
-                raise ConfigError(f"{name} is {beta}; it must lie in [0, 1)")
+                yield f"{name} is {beta}; it must lie in [0, 1)"
         if self.adam_eps <= 0:
-            raise ConfigError(f"adam_eps is {self.adam_eps}; it must be positive")
-        self._check_loss_scale()
+            yield f"adam_eps is {self.adam_eps}; it must be positive"
+        yield from self._wrong_loss_scale()
 
-    def _check_muon(self) -> None:
-        choose(self.muon_coefficient_type, ("quintic", "simple"), "muon_coefficient_type")
+    def _wrong_muon(self) -> Iterator[str]:
+        types = ("quintic", "simple")
+        yield from not_one_of(self.muon_coefficient_type, types, "muon_coefficient_type")
         modes = ("spectral", "unit_rms_norm", "shape_scaling")
-        choose(self.muon_scale_mode, modes, "muon_scale_mode")
+        yield from not_one_of(self.muon_scale_mode, modes, "muon_scale_mode")
         if self.muon_tp_mode != "duplicated":
-            raise ConfigError(
+            yield (
                 f"muon_tp_mode is {self.muon_tp_mode!r}; mcore orthogonalises whole matrices, the "
                 "same at every layout: use duplicated"
             )
-        if self.muon_num_ns_steps < 1:
-            raise ConfigError(
-                f"muon_num_ns_steps is {self.muon_num_ns_steps}; use a whole number from 1 up"
-            )
+        yield from below(self, 1, "muon_num_ns_steps")
         if self.optimizer == "muon" and not self.decoupled_weight_decay:
-            raise ConfigError("optimizer muon decays weights beside the update; L2 is not defined")
+            yield "`optimizer` muon decays weights beside the update; L2 is not defined"
 
-    def _check_loss_scale(self) -> None:
+    def _wrong_loss_scale(self) -> Iterator[str]:
         for name in ("loss_scale", "initial_loss_scale", "min_loss_scale"):
             value = getattr(self, name)
             if value is not None and value <= 0:
-                raise ConfigError(f"{name} is {value}; it must be positive")
+                yield f"{name} is {value}; it must be positive"
         if self.initial_loss_scale < self.min_loss_scale:
-            raise ConfigError(
+            yield (
                 f"initial_loss_scale ({self.initial_loss_scale}) must not be below min_loss_scale "
                 f"({self.min_loss_scale})"
             )
-        for name in ("loss_scale_window", "hysteresis"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; use a whole number from 1 up")
+        yield from below(self, 1, "loss_scale_window", "hysteresis")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -192,38 +192,47 @@ class SchedulerConfig:
         "constant", help="Curve from the first weight decay to the last, over the training length."
     )
     override_opt_param_scheduler: bool = flag(
-        False, help="On resume take the schedule from the command line, not from the checkpoint."
+        False,
+        aliases=("--override-opt_param-scheduler", "--override-lr-scheduler"),
+        help="On resume take the schedule from the command line, not from the checkpoint.",
     )
     use_checkpoint_opt_param_scheduler: bool = flag(
-        False, help="On resume take the schedule from the checkpoint, not from the command line."
+        False,
+        aliases=("--use-checkpoint-opt_param-scheduler", "--use-checkpoint-lr-scheduler"),
+        help="On resume take the schedule from the checkpoint, not from the command line.",
     )
 
     def __post_init__(self) -> None:
-        choose(self.lr_decay_style, DECAY_STYLES, "lr_decay_style")
-        choose(self.lr_wsd_decay_style, WSD_DECAY_STYLES, "lr_wsd_decay_style")
-        choose(self.weight_decay_incr_style, WEIGHT_DECAY_INCR_STYLES, "weight_decay_incr_style")
+        refuse(self._problems())
+
+    def _problems(self) -> Iterator[str]:
+        yield from not_one_of(self.lr_decay_style, DECAY_STYLES, "lr_decay_style")
+        yield from not_one_of(self.lr_wsd_decay_style, WSD_DECAY_STYLES, "lr_wsd_decay_style")
+        yield from not_one_of(
+            self.weight_decay_incr_style, WEIGHT_DECAY_INCR_STYLES, "weight_decay_incr_style"
+        )
         fraction = self.lr_warmup_fraction
         if fraction is not None and (self.lr_warmup_iters or self.lr_warmup_samples):
-            raise ConfigError("give lr_warmup_fraction or a warmup length, not both")
+            yield "give lr_warmup_fraction or a warmup length, not both"
         if fraction is not None and not 0 <= fraction < 1:
-            raise ConfigError(f"lr_warmup_fraction is {fraction}; it must lie in [0, 1)")
+            yield f"lr_warmup_fraction is {fraction}; it must lie in [0, 1)"
         if self.override_opt_param_scheduler and self.use_checkpoint_opt_param_scheduler:
-            raise ConfigError(
+            yield (
                 "override_opt_param_scheduler and use_checkpoint_opt_param_scheduler contradict "
                 "each other; give one"
             )
-        self._check_weight_decay()
+        yield from self._wrong_weight_decay()
 
-    def _check_weight_decay(self) -> None:
+    def _wrong_weight_decay(self) -> Iterator[str]:
         ends = (self.start_weight_decay, self.end_weight_decay)
         if self.weight_decay_incr_style == "constant":
             if ends != (None, None):
-                raise ConfigError(
+                yield (
                     "start_weight_decay and end_weight_decay need weight_decay_incr_style linear "
                     "or cosine; a constant one is weight_decay"
                 )
         elif None in ends:
-            raise ConfigError(
+            yield (
                 f"weight_decay_incr_style {self.weight_decay_incr_style} needs both "
                 "start_weight_decay and end_weight_decay"
             )

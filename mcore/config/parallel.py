@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
-from mcore.config.fields import flag
-from mcore.errors import ConfigError
+from mcore.config.fields import below, flag, refuse
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,18 +49,17 @@ class ModelParallelConfig:
     )
 
     def __post_init__(self) -> None:
-        sizes = {
-            "tensor_model_parallel_size": self.tensor_model_parallel_size,
-            "pipeline_model_parallel_size": self.pipeline_model_parallel_size,
-            "context_parallel_size": self.context_parallel_size,
-        }
-        if self.virtual_pipeline_model_parallel_size is not None:
-            sizes["virtual_pipeline_model_parallel_size"] = (
-                self.virtual_pipeline_model_parallel_size
-            )
-        for name, size in sizes.items():
-            if size < 1:
-                raise ConfigError(f"{name} is {size}; use a whole number from 1 up")
+        refuse(self._problems())
+
+    def _problems(self) -> Iterator[str]:
+        yield from below(
+            self,
+            1,
+            "tensor_model_parallel_size",
+            "pipeline_model_parallel_size",
+            "context_parallel_size",
+            "virtual_pipeline_model_parallel_size",
+        )
 
     @property
     def order(self) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from mcore.config.fields import flag
+from mcore.config.fields import below, flag, refuse
 from mcore.config.transformer import TransformerConfig
 from mcore.errors import ConfigError
 from mcore.topology.placement import StagePlacement
@@ -72,14 +73,16 @@ class PipelineConfig:
     )
 
     def __post_init__(self) -> None:
-        for name in (
+        refuse(self._problems())
+
+    def _problems(self) -> Iterator[str]:
+        yield from below(
+            self,
+            1,
             "microbatch_group_size_per_virtual_pipeline_stage",
             "max_in_flight_microbatches",
             "num_layers_per_virtual_pipeline_stage",
-        ):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} is {value}; use a whole number from 1 up")
+        )
 
     @property
     def layout(self) -> str | None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Literal, get_args
 
-from mcore.config.fields import flag
-from mcore.errors import ConfigError
+from mcore.config.fields import below, flag, not_one_of, refuse
 
 TokenizerType = Literal[
     "GPT2BPETokenizer",
@@ -82,17 +82,26 @@ class TokenizerConfig:
     )
 
     def __post_init__(self) -> None:
-        self._check_type()
-        self._check_sizes()
-        if self.tokenizer_type == "NullTokenizer":
-            self._check_null_ids()
+        refuse(self._problems())
 
-    def _check_type(self) -> None:
+    def _problems(self) -> Iterator[str]:
+        yield from self._wrong_type()
+        yield from below(self, 1, "vocab_size", "make_vocab_size_divisible_by")
+        yield from below(self, 0, "vocab_extra_ids")
+        if self.tiktoken_num_special_tokens < 3:
+            yield (
+                f"tiktoken_num_special_tokens is {self.tiktoken_num_special_tokens}; at least 3 "
+                "are needed, for <unk>, <s> and </s>"
+            )
+        if self.tokenizer_type == "NullTokenizer" and self.vocab_size is not None:
+            yield from self._wrong_null_ids(self.vocab_size)
+
+    def _wrong_type(self) -> Iterator[str]:
         if self.tokenizer_type is None:
             return
         if self.tokenizer_type not in REQUIRED_OPTIONS:
-            known = ", ".join(get_args(TokenizerType))
-            raise ConfigError(f"tokenizer_type is {self.tokenizer_type!r}; use one of {known}")
+            yield from not_one_of(self.tokenizer_type, get_args(TokenizerType), "tokenizer_type")
+            return
         given: dict[str, str | int | None] = {
             "tokenizer_model": self.tokenizer_model,
             "vocab_file": self.vocab_file,
@@ -102,38 +111,19 @@ class TokenizerConfig:
         absent = [name for name in REQUIRED_OPTIONS[self.tokenizer_type] if given[name] is None]
         if absent:
             flags = ", ".join("--" + name.replace("_", "-") for name in absent)
-            raise ConfigError(f"{self.tokenizer_type} needs {flags}")
+            yield f"{self.tokenizer_type} needs {flags}"
 
-    def _check_sizes(self) -> None:
-        if self.vocab_size is not None and self.vocab_size < 1:
-            raise ConfigError(f"vocab_size is {self.vocab_size}; it must be at least 1")
-        if self.vocab_extra_ids < 0:
-            raise ConfigError(f"vocab_extra_ids is {self.vocab_extra_ids}; it cannot be negative")
-        if self.make_vocab_size_divisible_by < 1:
-            raise ConfigError(
-                f"make_vocab_size_divisible_by is {self.make_vocab_size_divisible_by}; "
-                "it must be at least 1"
-            )
-        if self.tiktoken_num_special_tokens < 3:
-            raise ConfigError(
-                f"tiktoken_num_special_tokens is {self.tiktoken_num_special_tokens}; at least 3 "
-                "are needed, for <unk>, <s> and </s>"
-            )
-
-    def _check_null_ids(self) -> None:
-        size, eod, pad = self.vocab_size, self.null_tokenizer_eod_id, self.null_tokenizer_pad_id
-        assert size is not None  # _check_type has seen to it
+    def _wrong_null_ids(self, size: int) -> Iterator[str]:
+        eod, pad = self.null_tokenizer_eod_id, self.null_tokenizer_pad_id
         if eod is not None and not 0 <= eod < size:
-            raise ConfigError(
-                f"null_tokenizer_eod_id is {eod}; with vocab_size {size} use 0 to {size - 1}"
-            )
+            yield f"null_tokenizer_eod_id is {eod}; with vocab_size {size} use 0 to {size - 1}"
         if not -1 <= pad < size:
-            raise ConfigError(
+            yield (
                 f"null_tokenizer_pad_id is {pad}; with vocab_size {size} use -1 (none) or 0 to "
                 f"{size - 1}"
             )
         if pad == (size - 1 if eod is None else eod):
-            raise ConfigError(
+            yield (
                 f"null_tokenizer_pad_id is {pad}, which is the end-of-document id as well: every "
                 "document end would be masked from the loss; use -1 or another id"
             )

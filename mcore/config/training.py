@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from mcore.config.fields import flag
-from mcore.errors import ConfigError
+from mcore.config.fields import below, flag, refuse
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,7 +71,12 @@ class TrainingConfig:
     skip_train: bool = flag(False, help="Load and evaluate only.")
 
     def __post_init__(self) -> None:
-        for name in (
+        refuse(self._problems())
+
+    def _problems(self) -> Iterator[str]:
+        yield from below(
+            self,
+            1,
             "micro_batch_size",
             "global_batch_size",
             "train_iters",
@@ -80,35 +85,30 @@ class TrainingConfig:
             "max_tokens_per_microbatch",
             "exit_interval",
             "seed",
-        ):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} is {value}; use a whole number from 1 up")
+        )
         if self.train_iters is not None and self.train_samples is not None:
-            raise ConfigError("train_iters and train_samples exclude each other; give one")
-        self._check_growing_batch()
+            yield "train_iters and train_samples exclude each other; give one"
+        yield from self._wrong_growing_batch()
 
-    def _check_growing_batch(self) -> None:
+    def _wrong_growing_batch(self) -> Iterator[str]:
         ramp, steps = self.rampup_batch_size, self.step_batch_size_schedule
         if ramp is None and steps is None:
             return
         name = "--rampup-batch-size" if steps is None else "--step-batch-size-schedule"
         if ramp is not None and steps is not None:
-            raise ConfigError(
+            yield (
                 "--rampup-batch-size and --step-batch-size-schedule exclude each other; give one"
             )
         if self.train_iters is not None:
-            raise ConfigError(f"{name} needs --train-samples in place of --train-iters")
+            yield f"{name} needs --train-samples in place of --train-iters"
         if ramp is not None and len(ramp) != 3:
-            raise ConfigError(f"{name} takes START INCREMENT SAMPLES, got {list(ramp)}")
+            yield f"{name} takes START INCREMENT SAMPLES, got {list(ramp)}"
         if ramp is not None and self.global_batch_size is None:
-            raise ConfigError(f"{name} needs --global-batch-size, the batch at its end")
+            yield f"{name} needs --global-batch-size, the batch at its end"
         if steps is not None and (
             self.global_batch_size is not None or self.decrease_batch_size_if_needed
         ):
-            raise ConfigError(
-                f"{name} excludes --global-batch-size and --decrease-batch-size-if-needed"
-            )
+            yield f"{name} excludes --global-batch-size and --decrease-batch-size-if-needed"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,10 +126,13 @@ class EvaluationConfig:
     eval_interval: int = flag(1000, help="Iterations between evaluations on the validation set.")
 
     def __post_init__(self) -> None:
+        refuse(self._problems())
+
+    def _problems(self) -> Iterator[str]:
         if self.eval_iters < 0:
-            raise ConfigError(f"eval_iters is {self.eval_iters}; use 0 to switch evaluation off")
+            yield f"eval_iters is {self.eval_iters}; use 0 to switch evaluation off"
         if self.eval_interval < 1:
-            raise ConfigError(
+            yield (
                 f"eval_interval is {self.eval_interval}; use a whole number from 1 up "
                 "(--eval-iters 0 switches evaluation off)"
             )
@@ -158,9 +161,28 @@ class RuntimeConfig:
         help="Number of this process on its machine, from launchers that pass it as a flag.",
     )
 
+    deterministic_mode: bool = flag(
+        False,
+        help="Use no kernel that gives other numbers when run again; an operation without one is "
+        "an error. On the CPU runs repeat bit for bit anyway.",
+    )
+    manual_gc: bool = flag(
+        False,
+        help="Collect Python's garbage before training and every --manual-gc-interval iterations "
+        "only, on all ranks at once.",
+    )
+    manual_gc_interval: int = flag(0, help="Iterations between collections; 0 = none in training.")
+
     def __post_init__(self) -> None:
+        refuse(self._problems())
+
+    def _problems(self) -> Iterator[str]:
+        if self.manual_gc_interval < 0:
+            yield f"manual_gc_interval is {self.manual_gc_interval}; use 0 for no collection"
+        if self.manual_gc_interval and not self.manual_gc:
+            yield f"manual_gc_interval ({self.manual_gc_interval}) needs --manual-gc; add it"
         if self.distributed_timeout_minutes < 1:
-            raise ConfigError(
+            yield (
                 f"distributed_timeout_minutes is {self.distributed_timeout_minutes}; "
                 "use a whole number from 1 up"
             )

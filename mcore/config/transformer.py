@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
-from mcore.config.fields import choose, flag
+from mcore.config.fields import below, flag, not_one_of, refuse
 from mcore.config.parallel import ModelParallelConfig
-from mcore.errors import ConfigError
 
 Normalization = Literal["LayerNorm", "RMSNorm"]
 
@@ -136,91 +136,96 @@ class TransformerConfig(ModelParallelConfig):
     )
 
     def __post_init__(self) -> None:
-        ModelParallelConfig.__post_init__(self)
-        for name in ("num_layers", "hidden_size", "num_attention_heads"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; use a whole number from 1 up")
-        try:
-            choose(self.normalization, ("LayerNorm", "RMSNorm"), "normalization")
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
-        self._check_heads()
-        for name, least in (("sliding_window", 1), ("sliding_window_first_layer", 0)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ConfigError(f"{name} is {value}; use a whole number from {least} up")
+        refuse(self._problems())
+
+    def _problems(self) -> Iterator[str]:
+        sizes = list(ModelParallelConfig._problems(self))
+        sizes += below(
+            self,
+            1,
+            "num_layers",
+            "hidden_size",
+            "num_attention_heads",
+            "num_query_groups",
+            "kv_channels",
+            "ffn_hidden_size",
+            "sliding_window",
+        )
+        yield from sizes
+        if not sizes:
+            yield from self._wrong_heads()
+        yield from below(self, 0, "sliding_window_first_layer", "cpu_offloading_num_layers")
+        yield from not_one_of(self.normalization, ("LayerNorm", "RMSNorm"), "normalization")
         for name in ("hidden_dropout", "attention_dropout"):
             if not 0.0 <= getattr(self, name) < 1.0:
-                raise ConfigError(f"{name} is {getattr(self, name)}; use a probability below 1")
+                yield f"{name} is {getattr(self, name)}; use a probability below 1"
         if not 0.0 <= self.label_smoothing < 1.0 or self.z_loss_coefficient < 0.0:
-            raise ConfigError(
+            yield (
                 f"label_smoothing ({self.label_smoothing}) must lie in [0, 1) and "
                 f"z_loss_coefficient ({self.z_loss_coefficient}) must not be negative"
             )
         if self.gated_linear_unit and self.openai_gelu:
-            raise ConfigError("swiglu and openai_gelu exclude each other; drop one")
-        self._check_recompute()
+            yield "gated_linear_unit and openai_gelu exclude each other; drop one"
+        yield from self._wrong_recompute()
 
-    def _check_heads(self) -> None:
+    def _wrong_heads(self) -> Iterator[str]:
         heads, groups = self.num_attention_heads, self.query_groups
         tp = self.tensor_model_parallel_size
         if self.kv_channels is None and self.hidden_size % heads:
-            raise ConfigError(
+            yield (
                 f"hidden_size ({self.hidden_size}) must be divisible by num_attention_heads "
                 f"({heads}), or give kv_channels"
             )
         if heads % groups:
-            raise ConfigError(
+            yield (
                 f"num_attention_heads ({heads}) must be divisible by num_query_groups ({groups}); "
                 f"use {_divisors(heads)} groups"
             )
         if heads % tp:
-            raise ConfigError(
+            yield (
                 f"num_attention_heads ({heads}) must be divisible by tensor_model_parallel_size "
                 f"({tp}); use {_divisors(heads)}"
             )
-        if groups % tp and tp % groups:
-            raise ConfigError(
+        if self.num_query_groups is not None and groups % tp and tp % groups:
+            yield (
                 f"num_query_groups ({groups}) must be a multiple or a divisor of "
                 f"tensor_model_parallel_size ({tp})"
             )
         if self.ffn_size % tp:
-            raise ConfigError(
+            yield (
                 f"ffn_hidden_size ({self.ffn_size}) must be divisible by "
                 f"tensor_model_parallel_size ({tp}); the nearest are "
                 f"{self.ffn_size // tp * tp} and {(self.ffn_size // tp + 1) * tp}"
             )
 
-    def _check_recompute(self) -> None:
+    def _wrong_recompute(self) -> Iterator[str]:
         granularity = self.recompute_granularity
         if granularity == "full":
             if self.recompute_method is None or not self.recompute_num_layers:
-                raise ConfigError(
+                yield (
                     "recompute_granularity full needs recompute_method uniform or block, and "
                     "recompute_num_layers of at least 1"
                 )
         elif self.recompute_method is not None or self.recompute_num_layers is not None:
-            raise ConfigError(
-                "recompute_method and recompute_num_layers need recompute_granularity full"
-            )
+            yield "recompute_method and recompute_num_layers need recompute_granularity full"
         unknown = sorted(set(self.recompute_modules) - set(RECOMPUTE_MODULES))
         if unknown:
-            raise ConfigError(
+            yield (
                 f"recompute_modules has {', '.join(unknown)}; use {', '.join(RECOMPUTE_MODULES)}"
             )
         if self.distribute_saved_activations:
             if granularity != "full" or self.sequence_parallel:
-                raise ConfigError(
+                yield (
                     "distribute_saved_activations needs recompute_granularity full and no "
                     "sequence_parallel, which keeps 1/t of the activations by itself"
                 )
             if self.hidden_size % self.tensor_model_parallel_size:
-                raise ConfigError(
+                yield (
                     f"distribute_saved_activations needs hidden_size ({self.hidden_size}) to be "
                     f"divisible by tensor_model_parallel_size ({self.tensor_model_parallel_size})"
                 )
         if self.cpu_offloading_num_layers and granularity == "full":
-            raise ConfigError("cpu_offloading_num_layers excludes full recomputation; drop one")
+            yield "cpu_offloading_num_layers excludes full recomputation; drop one"
 
     def recomputes(self, module: str) -> bool:
         """Whether a part of the layer is recomputed by itself: core_attn, mlp or layernorm."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mcore.config.data import DataConfig
+from mcore.config.data import DataConfig, dangling_weight
 from mcore.data.splits import SPLIT_NAMES
 from mcore.errors import DataError
 
@@ -35,6 +35,9 @@ def parse_blend(words: Sequence[str]) -> Blend:
     """
     if not words:
         raise DataError("a data path is empty; name the prefix of a .bin and .idx pair")
+    problem = dangling_weight(words)
+    if problem is not None:
+        raise DataError(f"data path {problem}")
     if len(words) % 2:
         return Blend(tuple(words), None)
     raw_weights = [_number(word) for word in words[::2]]

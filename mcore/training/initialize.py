@@ -93,6 +93,7 @@ def initialize(config: RunConfig, launch: Launch) -> Runtime:
     if backend == "nccl" and device.type != "cuda":
         raise ConfigError("distributed_backend is nccl but the device is the CPU; use gloo")
     minutes = config.runtime.distributed_timeout_minutes
+    _choose_kernels(config.runtime.deterministic_mode)
     owns_world = launch.world_size > 1 and not dist.is_initialized()
     if owns_world:
         dist.init_process_group(backend, timeout=timedelta(minutes=minutes))
@@ -121,6 +122,12 @@ def initialize(config: RunConfig, launch: Launch) -> Runtime:
     elif config.pipeline.pipeline_schedule is not None:
         warn_ignored("--pipeline-schedule", "there is one pipeline rank")
     return Runtime(ctx, device, owns_world, pipeline)
+
+
+def _choose_kernels(deterministic: bool) -> None:
+    if deterministic:  # cuBLAS reads it when it is first used
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(deterministic)
 
 
 def seed_everything(seed: int, ctx: ParallelContext) -> None:

@@ -5,54 +5,28 @@ Nothing here is ignored in silence: a flag that has no effect says so in one lin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from typing import Any
 
 from mcore.config.distributed import STRATEGIES
-
-Settings = Mapping[tuple[str, str], Any]
-
-
-@dataclass(frozen=True, slots=True)
-class LegacyFlag:
-    """One old or foreign flag.
-
-    Attributes:
-        flag: as typed.
-        help: one line.
-        sets: from the typed value to (section, field) -> value.
-        note: said once when the flag is used; None = an equal spelling, nothing to say.
-        options: how argparse reads it.
-        yields: a typed value of the same field wins without a word.
-    """
-
-    flag: str
-    help: str
-    sets: Callable[[Any], Settings]
-    note: str | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
-    yields: bool = False
-
-
-_SWITCH: Mapping[str, Any] = {"action": "store_true"}
-
-
-def _nothing(value: Any) -> Settings:
-    del value
-    return {}
-
-
-def _to(section: str, name: str) -> Callable[[Any], Settings]:
-    return lambda value: {(section, name): value}
-
-
-def _zero_stage(value: Any) -> Settings:
-    return {("ddp", "data_parallel_sharding_strategy"): STRATEGIES[value]}
+from mcore.errors import ConfigError
+from mcore.training.deepspeed_flags import DEEPSPEED_FLAGS
+from mcore.training.legacy_flag import (
+    NUMBER,
+    WORD,
+    LegacyFlag,
+    Settings,
+    alias,
+    by_name,
+    fixed,
+    no_effect,
+    to,
+)
+from mcore.training.refused_flags import REFUSED
 
 
 def _fully_sharded(value: Any) -> Settings:
-    return _zero_stage(3 if value else 0)
+    return {("ddp", "data_parallel_sharding_strategy"): STRATEGIES[3 if value else 0]}
 
 
 def _full_recompute(value: Any) -> Settings:
@@ -64,39 +38,42 @@ def _full_recompute(value: Any) -> Settings:
     }
 
 
-def _rotary(value: Any) -> Settings:
-    del value
-    return {("gpt", "position_embedding_type"): "rope"}
+def _window(value: str) -> Settings:
+    """Megatron's (left, right): so many tokens before a token, and after it, -1 = all."""
+    try:
+        left, right = (int(word) for word in value.strip("() ").split(","))
+    except ValueError:
+        raise ConfigError(
+            f"--window-size {value!r} is no pair of whole numbers such as 4095,0"
+        ) from None
+    if right not in (0, -1) or left < -1:
+        raise ConfigError(
+            f"--window-size {value}: tokens after a token are never seen by a GPT model; "
+            "write LEFT,0"
+        )
+    return {} if left == -1 else {("model", "sliding_window"): left + 1}
 
 
-_FUSIONS = (
-    "--no-masked-softmax-fusion",
-    "--no-bias-gelu-fusion",
-    "--no-bias-swiglu-fusion",
-    "--no-bias-dropout-fusion",
-    "--no-rope-fusion",
-    "--no-persist-layer-norm",
-)
+_FUSIONS = ("masked-softmax", "bias-gelu", "bias-swiglu", "bias-dropout", "rope")
 
-
-def _no_effect(flag: str, why: str) -> LegacyFlag:
-    return LegacyFlag(flag, f"No effect: {why}.", _nothing, f"{flag} has no effect: {why}", _SWITCH)
-
-
-_FLAGS = (
+_RENAMED = (
     LegacyFlag(
         "--group-query-attention",
         "Share key/value heads between query heads; --num-query-groups says how many (default 1).",
-        _nothing,
-        None,
-        _SWITCH,
     ),
     LegacyFlag(
         "--batch-size",
         "Old name of --micro-batch-size.",
-        _to("training", "micro_batch_size"),
+        to("training", "micro_batch_size"),
         "--batch-size is an old name: it sets --micro-batch-size",
-        {"type": int, "metavar": "N"},
+        NUMBER,
+    ),
+    alias(
+        "--model-parallel-size",
+        "model",
+        "tensor_model_parallel_size",
+        "--tensor-model-parallel-size",
+        NUMBER,
     ),
     LegacyFlag(
         "--checkpoint-activations",
@@ -104,197 +81,274 @@ _FLAGS = (
         _full_recompute,
         "--checkpoint-activations is an old name: it sets --recompute-granularity full "
         "--recompute-method uniform --recompute-num-layers 1",
-        _SWITCH,
+        yields=("recompute_num_layers", "recompute_method"),
     ),
     LegacyFlag(
         "--recompute-activations",
         "The same as --recompute-granularity selective.",
-        lambda _: {("model", "recompute_granularity"): "selective"},
-        None,
-        _SWITCH,
+        fixed("model", "recompute_granularity", "selective"),
     ),
     LegacyFlag(
         "--use-rotary-position-embeddings",
         "Old name of --position-embedding-type rope.",
-        _rotary,
+        fixed("gpt", "position_embedding_type", "rope"),
         "--use-rotary-position-embeddings is an old name: it sets --position-embedding-type rope",
-        _SWITCH,
     ),
     LegacyFlag(
-        "--rotary-position-embeddings-theta",
-        "Megatron-DeepSpeed's name of --rotary-base.",
-        _to("gpt", "rotary_base"),
-        None,
-        {"type": float, "metavar": "X"},
+        "--window-size",
+        "Megatron's name of --sliding-window: LEFT,0 is a window of LEFT + 1 tokens.",
+        _window,
+        "--window-size LEFT,0 sets --sliding-window LEFT + 1, which counts the token itself",
+        WORD,
     ),
     LegacyFlag(
-        "--data-impl",
-        "Only mmap files exist; accepted so that old commands run.",
-        _nothing,
-        "--data-impl has no effect: data files are always the mmap kind",
-        {"choices": ["mmap", "infer", "cached"]},
+        "--no-pad-vocab-size",
+        "The same as --make-vocab-size-divisible-by 1.",
+        fixed("tokenizer", "make_vocab_size_divisible_by", 1),
     ),
     LegacyFlag(
-        "--dataset-impl",
-        "Only mmap files exist; accepted so that old commands run.",
-        _nothing,
-        "--dataset-impl has no effect: data files are always the mmap kind",
-        {"choices": ["mmap"]},
-    ),
-    LegacyFlag(
-        "--overlap-comm",
-        "DeepSpeed's name of --overlap-grad-reduce.",
-        _to("ddp", "overlap_grad_reduce"),
-        "--overlap-comm is DeepSpeed's name: it sets --overlap-grad-reduce",
-        _SWITCH,
-    ),
-    LegacyFlag(
-        "--reduce-scatter-bucket-size",
-        "DeepSpeed's name of --ddp-bucket-size, in elements.",
-        _to("ddp", "bucket_size"),
-        "--reduce-scatter-bucket-size is DeepSpeed's name: it sets --ddp-bucket-size",
-        {"type": int, "metavar": "N"},
-    ),
-    LegacyFlag(
-        "--allgather-bucket-size",
-        "DeepSpeed's name of --ddp-bucket-size, in elements.",
-        _to("ddp", "bucket_size"),
-        "--allgather-bucket-size is DeepSpeed's name: it sets --ddp-bucket-size",
-        {"type": int, "metavar": "N"},
-    ),
-    LegacyFlag(
-        "--zero-stage",
-        "DeepSpeed's name of --data-parallel-sharding-strategy: 0 to 3.",
-        _zero_stage,
-        "--zero-stage is DeepSpeed's name: it sets --data-parallel-sharding-strategy",
-        {"type": int, "choices": [0, 1, 2, 3]},
+        "--disable-pad-vocab-size",
+        "The same as --make-vocab-size-divisible-by 1.",
+        fixed("tokenizer", "make_vocab_size_divisible_by", 1),
     ),
     LegacyFlag(
         "--use-torch-fsdp2",
         "Megatron's name of --data-parallel-sharding-strategy optim_grads_params.",
         _fully_sharded,
         "--use-torch-fsdp2 sets --data-parallel-sharding-strategy optim_grads_params",
-        _SWITCH,
     ),
     LegacyFlag(
         "--use-megatron-fsdp",
         "Megatron's switch for --data-parallel-sharding-strategy, optim_grads_params by default.",
         _fully_sharded,
         "--use-megatron-fsdp sets --data-parallel-sharding-strategy",
-        _SWITCH,
-        yields=True,
+        yields=("data_parallel_sharding_strategy",),
     ),
     LegacyFlag(
         "--grad-reduce-in-bf16",
         "Accumulate and reduce gradients in the parameters' data type (bf16 or fp16).",
-        lambda _: {("ddp", "grad_reduce_in_fp32"): False},
-        None,
-        _SWITCH,
+        fixed("ddp", "grad_reduce_in_fp32", False),
     ),
     LegacyFlag(
         "--muon-no-split-qkv",
         "Older name of --no-muon-split-qkv.",
-        lambda _: {("optimizer", "muon_split_qkv"): False},
-        None,
-        _SWITCH,
+        fixed("optimizer", "muon_split_qkv", False),
+    ),
+)
+
+_ONE_CHOICE = (
+    LegacyFlag(
+        "--data-impl",
+        "Only mmap files exist; accepted so that old commands run.",
+        note="--data-impl has no effect: data files are always the mmap kind",
+        options=WORD,
+        only=("mmap", "infer", "cached"),
+        otherwise="data files are of the mmap kind; make them with tools/preprocess_data.py",
     ),
     LegacyFlag(
-        "--muon-scalar-optimizer",
-        "What updates all but the weight matrices: adam.",
-        _nothing,
-        "--muon-scalar-optimizer adam has no effect: it is the only one",
-        {"choices": ["adam"]},
-    ),
-    LegacyFlag(
-        "--DDP-impl",
-        "Only Megatron's own (local) data parallelism exists.",
-        _nothing,
-        "--DDP-impl local has no effect: it is the only kind",
-        {"choices": ["local"]},
+        "--dataset-impl",
+        "Only mmap files exist; accepted so that old commands run.",
+        note="--dataset-impl has no effect: data files are always the mmap kind",
+        options=WORD,
+        only=("mmap",),
+        otherwise="data files are of the mmap kind",
     ),
     LegacyFlag(
         "--transformer-impl",
         "Only the local implementation exists.",
-        _nothing,
-        "--transformer-impl local has no effect: it is the only one",
-        {"choices": ["local"]},
+        note="--transformer-impl local has no effect: it is the only one",
+        options=WORD,
+        only=("local",),
+        otherwise="there is one implementation, in plain PyTorch; drop the flag",
+    ),
+    LegacyFlag(
+        "--spec",
+        "Only the local layers exist.",
+        note="--spec local has no effect: it is the only one",
+        options=WORD,
+        only=("local",),
+        otherwise="layers are not put together from modules by name; write a model of your own "
+        "as examples/custom_model.py does",
     ),
     LegacyFlag(
         "--ckpt-format",
         "mcore writes one format, which every layout reads.",
-        _nothing,
-        "--ckpt-format has no effect: checkpoints are always written in mcore's own format",
-        {"choices": ["torch_dist", "torch"]},
+        note="--ckpt-format has no effect: checkpoints are always written in mcore's own format",
+        options=WORD,
+        only=("torch_dist", "torch", "torch_dcp", "fsdp_dtensor"),
+        otherwise="there is one format; `mcore convert` reads Megatron's",
     ),
-    _no_effect("--use-mcore-models", "there is one set of models"),
-    _no_effect("--use-flash-attn", "attention always takes torch's fastest kernel"),
-    _no_effect("--calculate-per-token-loss", "the loss is always per token of the global batch"),
-    _no_effect(
-        "--accumulate-allreduce-grads-in-fp32", "gradients are always accumulated in float32"
-    ),
-    _no_effect("--attention-softmax-in-fp32", "softmax is always taken in float32 at least"),
-    _no_effect("--use-cpu-initialization", "initial weights never depend on the device or layout"),
-    _no_effect("--no-async-tensor-model-parallel-allreduce", "overlap never changes the numbers"),
-    _no_effect("--use-dist-ckpt", "checkpoints are always distributed"),
-    *(_no_effect(flag, "torch chooses its kernels by itself") for flag in _FUSIONS),
     LegacyFlag(
         "--attention-backend",
         "Attention always takes torch's fastest kernel.",
-        _nothing,
-        "--attention-backend has no effect: attention always takes torch's fastest kernel",
-        {"choices": ["auto", "flash", "fused", "unfused", "local"]},
+        note="--attention-backend has no effect: attention always takes torch's fastest kernel",
+        options=WORD,
+        only=("auto", "flash", "fused", "unfused", "local"),
+        otherwise="torch chooses among its own kernels",
+    ),
+    LegacyFlag(
+        "--cross-entropy-fusion-impl",
+        "The native implementation is the only one.",
+        note="--cross-entropy-fusion-impl native has no effect: it is the only one",
+        options=WORD,
+        only=("native",),
+        otherwise="--cross-entropy-loss-fusion computes output layer and loss together",
+    ),
+    LegacyFlag(
+        "--megatron-fsdp-version",
+        "Sharding is PyTorch's own.",
+        note="--megatron-fsdp-version has no effect: sharding is PyTorch's own fully_shard",
+        options=NUMBER,
+    ),
+    LegacyFlag(
+        "--outer-dp-sharding-strategy",
+        "Hybrid sharding is --num-distributed-optimizer-instances.",
+        options=WORD,
+        only=("no_shard",),
+        otherwise="hybrid sharding keeps whole copies; --num-distributed-optimizer-instances says "
+        "how many",
+    ),
+    LegacyFlag(
+        "--empty-unused-memory-level",
+        "Cached device memory is kept.",
+        options=NUMBER,
+        only=(0,),
+        otherwise="cached device memory is never given back between steps; drop it",
+    ),
+    LegacyFlag(
+        "--dist-ckpt-strictness",
+        "A load takes everything or fails.",
+        note="--dist-ckpt-strictness has no effect: a load takes everything that the run needs, "
+        "or fails",
+        options=WORD,
+        only=("assume_ok_unexpected", "raise_unexpected", "raise_all"),
+        otherwise="nothing is loaded in part without saying so; --finetune takes weights alone",
+    ),
+    LegacyFlag(
+        "--muon-scalar-optimizer",
+        "What updates all but the weight matrices: adam.",
+        note="--muon-scalar-optimizer adam has no effect: it is the only one",
+        options=WORD,
+        only=("adam",),
+        otherwise="Adam updates what is no weight matrix",
+    ),
+    LegacyFlag(
+        "--rerun-mode",
+        "Steps are not run twice to find faulty hardware.",
+        options=WORD,
+        only=("disabled",),
+        otherwise="a step is not run a second time to find faulty hardware; drop it",
     ),
 )
 
-LEGACY: dict[str, LegacyFlag] = {item.flag.strip("-").replace("-", "_"): item for item in _FLAGS}
+_ALWAYS_SO = (
+    no_effect("--use-mcore-models", "there is one set of models"),
+    no_effect("--use-flash-attn", "attention always takes torch's fastest kernel"),
+    no_effect("--calculate-per-token-loss", "the loss is always per token of the global batch"),
+    no_effect(
+        "--accumulate-allreduce-grads-in-fp32", "gradients are always accumulated in float32"
+    ),
+    no_effect("--attention-softmax-in-fp32", "softmax is always taken in float32 at least"),
+    no_effect("--no-query-key-layer-scaling", "it is never applied"),
+    no_effect("--use-cpu-initialization", "initial weights never depend on the device or layout"),
+    no_effect("--init-model-with-meta-device", "weights are made where they are kept"),
+    no_effect("--no-async-tensor-model-parallel-allreduce", "overlap never changes the numbers"),
+    *(
+        no_effect(f"--{switch}-overlap-p2p-communication", "receives are always posted ahead")
+        for switch in ("no", "disable")
+    ),
+    no_effect("--overlap-p2p-communication-warmup-flush", "receives are always posted ahead"),
+    *(
+        no_effect(f"--{switch}-align-{what}", "stages never wait for each other there")
+        for switch in ("no", "disable")
+        for what in ("param-gather", "grad-reduce")
+    ),
+    *(
+        no_effect(flag, "one kind of process group is made, that of the backend")
+        for flag in ("--disable-gloo-process-groups", "--no-use-gloo-process-groups")
+    ),
+    no_effect(
+        "--ddp-average-in-collective",
+        "gradients are summed and divided once, by the tokens of the global batch",
+    ),
+    no_effect(
+        "--ddp-pad-buckets-for-high-nccl-busbw",
+        "buckets are padded to the data-parallel size, which numbers do not depend on",
+    ),
+    *(
+        no_effect(f"--{switch}-{what}-fusion", "torch chooses its kernels by itself")
+        for switch in ("no", "disable")
+        for what in _FUSIONS
+    ),
+    *(
+        no_effect(f"--{switch}-persist-layer-norm", "torch chooses its kernels by itself")
+        for switch in ("no", "disable")
+    ),
+)
+
+_DATA_AND_CHECKPOINTS = (
+    no_effect("--data-cache-path", "sample order is computed; there are no index files", WORD),
+    *(
+        no_effect(flag, "sample order is computed; there are no index files")
+        for flag in ("--dataloader-fast-cache-load", "--dataloader-defer-npy-index-mmap")
+    ),
+    no_effect("--num-dataset-builder-threads", "there are no index files to build", NUMBER),
+    no_effect(
+        "--mid-level-dataset-surplus",
+        "a blend takes from each corpus exactly what it deals",
+        {"type": float, "metavar": "X"},
+    ),
+    *(
+        no_effect(
+            f"--{switch}-create-attention-mask-in-dataloader",
+            "masks are made inside attention, never in the loader",
+        )
+        for switch in ("no", "disable")
+    ),
+    no_effect("--use-dist-ckpt", "checkpoints are always distributed"),
+    no_effect("--dist-ckpt-format", "there is one format of checkpoints", WORD),
+    no_effect("--auto-detect-ckpt-format", "there is one format; `mcore convert` reads others"),
+    *(
+        no_effect(flag, "all ranks share the writing and the reading")
+        for flag in (
+            "--ckpt-fully-parallel-save",
+            "--ckpt-fully-parallel-load",
+            "--no-ckpt-fully-parallel-save",
+        )
+    ),
+    *(
+        no_effect(flag, "every checkpoint loads at every layout, optimizer included")
+        for flag in (
+            "--dist-ckpt-optim-fully-reshardable",
+            "--distrib-optim-fully-reshardable-mem-efficient",
+            "--ckpt-assume-constant-structure",
+        )
+    ),
+    no_effect("--dist-ckpt-workers", "a checkpoint is written by one thread a rank", NUMBER),
+    no_effect("--use-persistent-ckpt-worker", "--async-save writes in a thread"),
+    no_effect("--async-strategy", "--async-save writes in one way", WORD),
+    no_effect(
+        "--verify-integrity", "checksums are always checked as a checkpoint is read, never skipped"
+    ),
+    *(
+        no_effect(flag, "TensorBoard gets every figure of the log line")
+        for flag in (
+            "--no-log-learning-rate-to-tensorboard",
+            "--no-log-loss-scale-to-tensorboard",
+            "--log-batch-size-to-tensorboard",
+        )
+    ),
+)
+
+LEGACY: dict[str, LegacyFlag] = by_name(
+    (*_RENAMED, *_ONE_CHOICE, *_ALWAYS_SO, *_DATA_AND_CHECKPOINTS, *DEEPSPEED_FLAGS)
+)
 
 _NOT_BUILT: Mapping[str, tuple[str, ...]] = {
     "optimizer states on the CPU are not built yet; drop it": (
         "--cpu-optimizer",
         "--optimizer-cpu-offload",
         "--use-precision-aware-optimizer",
-    ),
-    "DeepSpeed JSON configuration is not read yet; give the same settings as flags": (
-        "--deepspeed",
-        "--deepspeed_config",
-        "--deepspeed-activation-checkpointing",
-        "--partition-activations",
-    ),
-    "mixture-of-experts models are not built; drop it": (
-        "--num-experts",
-        "--expert-model-parallel-size",
-        "--expert-tensor-parallel-size",
-        "--moe-router-topk",
-        "--moe-grouped-gemm",
-        "--moe-aux-loss-coeff",
-    ),
-    "low precision below 16 bits needs transformer-engine, which mcore does not use; drop it": (
-        "--fp8-format",
-        "--fp8-recipe",
-        "--fp8-param-gather",
-        "--fp4-format",
-        "--first-last-layers-bf16",
-    ),
-    "this way of overlapping needs transformer-engine, which mcore does not use; drop it": (
-        "--tp-comm-overlap",
-        "--tp-comm-overlap-cfg",
-    ),
-    "context parallelism is not built yet; drop it": (
-        "--cp-comm-type",
-        "--hierarchical-context-parallel-sizes",
-        "--hybrid-context-parallel",
-    ),
-    "mcore always initialises its weights; drop it": ("--no-initialization",),
-    "this option of the model is not built yet; drop it": (
-        "--apply-layernorm-1p",
-        "--squared-relu",
-        "--quick-geglu",
-        "--qk-l2-norm",
-        "--qk-clip",
-        "--use-mup",
-        "--apply-query-key-layer-scaling",
-        "--init-method-xavier-uniform",
-        "--rotary-seq-len-interpolation-factor",
     ),
     "this report is not built yet; the log line, TensorBoard and --metrics-jsonl have the rest": (
         "--log-throughput",
@@ -330,15 +384,12 @@ _NOT_BUILT: Mapping[str, tuple[str, ...]] = {
     "this guard of a run's health is not built yet; drop it": (
         "--check-for-spiky-loss",
         "--check-for-large-grads",
-        "--rerun-mode",
         "--iterations-to-skip",
-        "--adlr-autoresume",
-        "--enable-ft-package",
-        "--inprocess-restart",
     ),
 }
 
 
 def refused_flags() -> dict[str, str]:
     """Known flags of Megatron and DeepSpeed that mcore lacks, with what to do instead."""
-    return {flag: reason for reason, flags in _NOT_BUILT.items() for flag in flags}
+    both = (*REFUSED.items(), *_NOT_BUILT.items())
+    return {flag: reason for reason, flags in both for flag in flags}

@@ -55,7 +55,9 @@ class RunLog:
         if directory is None and config.checkpoint.save is not None:
             directory = str(Path(config.checkpoint.save) / "tensorboard")
         if directory is not None:
-            self._tensorboard = _open_tensorboard(directory, iteration)
+            self._tensorboard = _open_tensorboard(
+                directory, iteration, self._config.tensorboard_queue_size
+            )
             get_logger().info("TensorBoard: tensorboard --logdir %s", directory)
 
     def restart_clock(self) -> None:
@@ -182,9 +184,9 @@ class RunLog:
             self._tensorboard.close()
 
 
-def _open_tensorboard(directory: str, iteration: int) -> SummaryWriter:
+def _open_tensorboard(directory: str, iteration: int, queue: int) -> SummaryWriter:
     """Writer that hides points beyond the iteration, which a resumed run will write again."""
     try:
-        return SummaryWriter(directory, purge_step=iteration + 1)
+        return SummaryWriter(directory, max_queue=queue, purge_step=iteration + 1)
     except OSError as error:
         raise ConfigError(f"the TensorBoard directory cannot be written: {error}") from error

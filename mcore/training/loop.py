@@ -15,6 +15,7 @@ from mcore.log import get_logger
 from mcore.training import checkpointing
 from mcore.training.batches import BatchStream, build_stream
 from mcore.training.checkpoint_writer import CheckpointWriter
+from mcore.training.garbage import collect_if_due
 from mcore.training.initialize import Runtime
 from mcore.training.logging import RunLog
 from mcore.training.setup import TrainState
@@ -60,6 +61,7 @@ class Run:
                 outcome = self.steps.train(state, streams)
                 self.log.step(state, outcome)
                 self.writer.poll()
+                collect_if_due(self.config.runtime, state.iteration)
                 if self._evaluation_is_due():
                     self.evaluate("valid", 1)
                 if options.save_interval and state.iteration % options.save_interval == 0:

@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Sequence
 
-from mcore.config.checks import check
 from mcore.config.run import RunConfig, batch_size_calculator, resolve
 from mcore.data.token_budget import BudgetedConversations
 from mcore.errors import CheckpointError, LostPeerError, McoreError
@@ -15,8 +14,9 @@ from mcore.log import get_logger, report_error, warn_ignored
 from mcore.pipeline_parallel.executor import ForwardStepFunc
 from mcore.tokenizers import build_tokenizer
 from mcore.training import checkpointing
-from mcore.training.arguments import Arguments, ExtraArguments, build_config, overrides, parse
+from mcore.training.arguments import ExtraArguments, read
 from mcore.training.checkpoint_writer import CheckpointWriter
+from mcore.training.garbage import garbage_collection
 from mcore.training.initialize import (
     Launch,
     Runtime,
@@ -28,8 +28,8 @@ from mcore.training.initialize import (
 )
 from mcore.training.logging import RunLog
 from mcore.training.loop import Run
-from mcore.training.pipeline_plan import plan_pipeline, plan_split, prove_pipeline
 from mcore.training.pipeline_profile import PipelineProfile
+from mcore.training.prepare import Prepared, prepare
 from mcore.training.setup import (
     DatasetsProvider,
     ModelProvider,
@@ -82,7 +82,7 @@ def pretrain(
     launch = Launch(0, 1, 0)
     try:
         launch = read_launch()
-        arguments = parse(sys.argv[1:] if argv is None else argv, extra_args_provider)
+        arguments = read(sys.argv[1:] if argv is None else argv, extra_args_provider)
         launch = read_launch(arguments.get("runtime", "local_rank"))
         prepared = prepare(arguments, launch)
     except McoreError as error:
@@ -105,47 +105,6 @@ def pretrain(
             f"silent for longer than --distributed-timeout-minutes ({str(error).splitlines()[0]})"
         )
         leave_now(1)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Prepared:
-    """A checked command line.
-
-    Attributes:
-        config: the configuration.
-        notes: what to tell the user about how it came about.
-        loads: there is a checkpoint to start from.
-    """
-
-    config: RunConfig
-    notes: tuple[str, ...]
-    loads: bool
-
-
-def prepare(arguments: Arguments, launch: Launch) -> Prepared:
-    """Build and check the configuration; no process group exists yet.
-
-    Raises:
-        McoreError: anything wrong with the options, or with the directories that they name.
-    """
-    notes = list(arguments.notes)
-    options = None
-    if arguments.get("checkpoint", "use_checkpoint_args"):
-        load = arguments.get("checkpoint", "load")
-        if load is None:
-            raise CheckpointError("--use-checkpoint-args needs --load DIR")
-        options = checkpointing.stored_model_options(
-            load,
-            arguments.get("checkpoint", "ckpt_step"),
-            fall_back=arguments.get("checkpoint", "on_damaged_checkpoint") == "fallback",
-        )
-        notes += overrides(arguments, options)
-    config = build_config(arguments, options)
-    check(config, launch.world_size)
-    pipeline = plan_pipeline(config)
-    plan_split(config, pipeline)
-    prove_pipeline(pipeline, resolve(config, launch.world_size).num_microbatches)
-    return Prepared(config, tuple(notes), checkpointing.check_directories(config))
 
 
 def run(prepared: Prepared, launch: Launch, providers: Providers) -> TrainState:
@@ -203,7 +162,8 @@ def run(prepared: Prepared, launch: Launch, providers: Providers) -> TrainState:
     training = Run(config, resolved, runtime, state, steps, datasets, log, writer)
     try:
         if not config.training.skip_train:
-            training.train()
+            with garbage_collection(config.runtime):
+                training.train()
             if profile is not None:
                 profile.write(resolved.num_microbatches)
         if state.iteration == resolved.train_iters or config.training.skip_train:

@@ -1,7 +1,7 @@
 import pytest
 
 from mcore.config.data import DataConfig
-from mcore.errors import ConfigError, UnsupportedError
+from mcore.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,7 @@ def test_options_that_exclude_each_other(options, message):
 
 def test_other_loaders_are_refused_by_name():
     assert DataConfig(dataloader_type="cyclic").dataloader_type == "cyclic"
-    with pytest.raises(UnsupportedError, match="external"):
+    with pytest.raises(ConfigError, match="external"):
         DataConfig(dataloader_type="external")
 
 

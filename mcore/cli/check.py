@@ -1,0 +1,212 @@
+"""`mcore check`: would a training command run, and what would it be? Nothing is started.
+
+It takes the words of a `pretrain_gpt.py` command. Files of data need not be on this machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from mcore.config.command_line import flag_names
+from mcore.config.fields import flag_of, problems_of
+from mcore.config.run import Resolved, RunConfig, resolve
+from mcore.errors import ConfigError, McoreError
+from mcore.tokenizers import build_tokenizer
+from mcore.training.arguments import read, value_sources
+from mcore.training.options import CHECKPOINT, CONFIG_FILE, DEEPSPEED, DEFAULT, Source
+from mcore.training.pipeline_plan import plan_pipeline, plan_split
+from mcore.training.prepare import Settled, settle_options
+
+
+def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command."""
+    parser = subparsers.add_parser(
+        "check",
+        help="examine a pretrain_gpt.py command: options with their origin, batch, parameters",
+        add_help=False,  # --help is that of the training command
+        prefix_chars="\0",  # so that its flags are plain words here
+    )
+    parser.add_argument("words", nargs=argparse.REMAINDER)
+    parser.set_defaults(run=run)
+
+
+def _add_own_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("mcore check")
+    group.add_argument("--world-size", type=int, default=1, metavar="N", help="Processes.")
+    group.add_argument("--json", action="store_true", help="Print one JSON object.")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the examined command; 0 it would run, 2 it would not, 1 its checkpoint is at fault."""
+    arguments = read(args.words, _add_own_flags)
+    as_json = bool(arguments.extra.json)
+    try:
+        if arguments.extra.world_size < 1:
+            raise ConfigError(f"--world-size is {arguments.extra.world_size}; use 1 or more")
+        report = examine(settle_options(arguments, arguments.extra.world_size))
+    except McoreError as error:
+        if not as_json:
+            raise
+        print(json.dumps({"ok": False, "problems": problems_of(error)}, indent=1))
+        return 2 if isinstance(error, ConfigError) else 1
+    print(json.dumps(report.to_dict(), indent=1) if as_json else "\n".join(report.lines()))
+    return 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Report:
+    """What a command would be.
+
+    Attributes:
+        config: its configuration.
+        resolved: batch arithmetic and length.
+        world_size: processes.
+        split: layers of each stage, and the schedule's name in front.
+        schedule: name of the pipeline schedule.
+        sources: (section, field) -> where the value came from.
+        notes: what the run would say about its options.
+        absent: files that are named and not on this machine.
+    """
+
+    config: RunConfig
+    resolved: Resolved
+    world_size: int
+    split: Sequence[int]
+    schedule: str
+    sources: dict[tuple[str, str], Source]
+    notes: Sequence[str]
+    absent: Sequence[str]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as JSON."""
+        model = self.config.model
+        return {
+            "ok": True,
+            "world_size": self.world_size,
+            "layout": {
+                "tensor": model.tensor_model_parallel_size,
+                "pipeline": model.pipeline_model_parallel_size,
+                "data": self.resolved.data_parallel_size,
+                "order": model.order,
+                "schedule": self.schedule,
+                "layers": list(self.split),
+            },
+            "batch": dataclasses.asdict(self.resolved),
+            "notes": list(self.notes),
+            "absent": list(self.absent),
+            "config": {
+                section: {field: value for field, _, value, _ in rows}
+                for section, rows in self._options().items()
+            },
+            "sources": {
+                section: {field: dataclasses.asdict(source) for field, _, _, source in rows}
+                for section, rows in self._options().items()
+            },
+        }
+
+    def lines(self) -> Iterator[str]:
+        """The report as text."""
+        yield from self._summary()
+        for note in self.notes:
+            yield f"note          {note}"
+        for path in self.absent:
+            yield f"absent        {path} is not on this machine"
+        for section, rows in self._options().items():
+            yield f"\n{section}"
+            for _, flag, value, source in rows:
+                shown = not value if flag.startswith("--no-") else value
+                yield f"  {flag:<52} {_shown(shown):<24} {_origin(source, flag)}".rstrip()
+
+    def _summary(self) -> Iterator[str]:
+        model, resolved = self.config.model, self.resolved
+        tp, pp = model.tensor_model_parallel_size, model.pipeline_model_parallel_size
+        dp, tokens = resolved.data_parallel_size, resolved.global_batch_size * resolved.seq_length
+        yield f"layout        tensor {tp} x pipeline {pp} x data {dp} = {self.world_size} processes"
+        if pp > 1:
+            yield f"pipeline      {self.schedule}, layers of each stage {_shown(self.split)}"
+        yield (
+            f"batch         micro {resolved.micro_batch_size} x microbatches "
+            f"{resolved.num_microbatches} x data {dp} = {resolved.global_batch_size} samples, "
+            f"{tokens:,} tokens a step"
+        )
+        yield (
+            f"training      {resolved.train_iters:,} steps, "
+            f"{resolved.train_iters * tokens:,} tokens"
+        )
+
+    def _options(self) -> dict[str, list[tuple[str, str, Any, Source]]]:
+        """Section -> (field, flag, value, source) of every option that has a flag."""
+        tree = self.config.to_dict()
+        options = {}
+        for section in dataclasses.fields(self.config):
+            fields = dataclasses.fields(getattr(self.config, section.name))
+            options[section.name] = [
+                (
+                    field.name,
+                    flag_names(field, described)[0],
+                    tree[section.name][field.name],
+                    self.sources[section.name, field.name],
+                )
+                for field in fields
+                if (described := flag_of(field)) is not None and not described.hidden
+            ]
+        return options
+
+
+def examine(settled: Settled) -> Report:
+    """Work out what a checked command would be."""
+    config, world_size = settled.config, settled.world_size
+    absent = _absent_files(config)
+    if config.tokenizer.vocab_size is None and not absent:
+        size = build_tokenizer(config.tokenizer).vocab_size
+        tokenizer = dataclasses.replace(config.tokenizer, vocab_size=size)
+        config = dataclasses.replace(config, tokenizer=tokenizer)
+    plan = plan_pipeline(config)
+    return Report(
+        config=config,
+        resolved=resolve(config, world_size),
+        world_size=world_size,
+        split=plan_split(config, plan),
+        schedule=plan.schedule.name,
+        sources=value_sources(settled.arguments, settled.model_options),
+        notes=settled.notes,
+        absent=absent,
+    )
+
+
+def _absent_files(config: RunConfig) -> list[str]:
+    """Named files and folders that this machine lacks."""
+    tokenizer, data = config.tokenizer, config.data
+    named = [tokenizer.tokenizer_model, tokenizer.vocab_file, tokenizer.merge_file]
+    named += [data.data_args_path, data.per_split_data_args_path, config.checkpoint.load]
+    paths = (data.data_path, data.train_data_path, data.valid_data_path, data.test_data_path)
+    words = [word for path in paths for word in path or () if not _is_number(word)]
+    named += words if data.sft else [f"{word}.idx" for word in words]
+    return [name for name in named if name is not None and not Path(name).exists()]
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "-"
+    return " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+
+
+def _origin(source: Source, flag: str) -> str:
+    if source.kind == DEFAULT:
+        return ""
+    if source.kind in (CONFIG_FILE, DEEPSPEED, CHECKPOINT):
+        return f"{source.kind}: {source.spelled}"
+    return source.kind if source.spelled == flag else f"{source.kind}: {source.spelled}"

@@ -1,0 +1,104 @@
+"""From a command line to a checked configuration, before any process group exists."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from mcore.config.checks import problems_between
+from mcore.config.fields import refuse
+from mcore.config.run import RunConfig, resolve
+from mcore.errors import McoreError
+from mcore.training import checkpointing
+from mcore.training.arguments import Arguments, build_sections, in_users_words, overrides
+from mcore.training.deepspeed_options import with_deepspeed
+from mcore.training.initialize import Launch
+from mcore.training.pipeline_plan import plan_pipeline, plan_split, prove_pipeline
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Prepared:
+    """A checked command line.
+
+    Attributes:
+        config: the configuration.
+        notes: what to tell the user about how it came about.
+        loads: there is a checkpoint to start from.
+    """
+
+    config: RunConfig
+    notes: tuple[str, ...]
+    loads: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Settled:
+    """A configuration with its history.
+
+    Attributes:
+        config: the configuration.
+        world_size: processes of the job.
+        arguments: what was given, with what a DeepSpeed file added.
+        model_options: what a checkpoint supplied, or None.
+        notes: what to tell the user about how it came about.
+    """
+
+    config: RunConfig
+    world_size: int
+    arguments: Arguments
+    model_options: Mapping[str, Any] | None
+    notes: tuple[str, ...]
+
+
+def prepare(arguments: Arguments, launch: Launch) -> Prepared:
+    """Build and check the configuration; no process group exists yet.
+
+    Raises:
+        McoreError: anything wrong with the options, or with the directories that they name.
+    """
+    settled = settle_options(arguments, launch.world_size)
+    loads = checkpointing.check_directories(settled.config)
+    return Prepared(settled.config, settled.notes, loads)
+
+
+def settle_options(arguments: Arguments, world_size: int) -> Settled:
+    """Build and check the configuration without touching a directory, but for a checkpoint's.
+
+    Raises:
+        ConfigError: everything wrong with the options, in the user's own names.
+        CheckpointError: --use-checkpoint-args without a checkpoint that can be read.
+    """
+    arguments = with_deepspeed(arguments, world_size)
+    notes = list(arguments.notes)
+    options = _options_of_checkpoint(arguments)
+    if options is not None:
+        notes += overrides(arguments, options)
+    sections, problems = build_sections(arguments, options)
+    problems = [*arguments.problems, *problems, *problems_between(sections, world_size)]
+    if not problems:
+        problems = _pipeline_problems(RunConfig(**sections), world_size)
+    refuse([in_users_words(problem, arguments) for problem in problems])
+    return Settled(RunConfig(**sections), world_size, arguments, options, tuple(notes))
+
+
+def _options_of_checkpoint(arguments: Arguments) -> dict[str, Any] | None:
+    load = arguments.get("checkpoint", "load")
+    if not arguments.get("checkpoint", "use_checkpoint_args") or load is None:
+        return None
+    return checkpointing.stored_model_options(
+        load,
+        arguments.get("checkpoint", "ckpt_step"),
+        fall_back=arguments.get("checkpoint", "on_damaged_checkpoint") == "fallback",
+    )
+
+
+def _pipeline_problems(config: RunConfig, world_size: int) -> list[str]:
+    """What is wrong with the schedule, which is simulated."""
+    try:
+        pipeline = plan_pipeline(config)
+        plan_split(config, pipeline)
+        prove_pipeline(pipeline, resolve(config, world_size).num_microbatches)
+    except McoreError as error:
+        return [str(error)]
+    return []

@@ -1,0 +1,78 @@
+"""`mcore check` examines what `pretrain_gpt.py` would be started with."""
+
+import json
+
+import pytest
+
+from mcore.cli.main import main
+
+COMMAND = (
+    "--num-layers 8 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --batch-size 2 "
+    "--global-batch-size 64 --train-iters 10 --lr 1e-3 --tokenizer-type NullTokenizer "
+    "--vocab-size 100 --data-path corpus --tensor-model-parallel-size 2 "
+    "--pipeline-model-parallel-size 2"
+).split()
+
+
+def check(capsys, *words):
+    status = main(["check", *words])
+    return status, capsys.readouterr()
+
+
+def test_a_command_that_would_run(capsys):
+    status, shown = check(capsys, *COMMAND, "--world-size", "16")
+    assert status == 0
+    lines = shown.out.splitlines()
+    assert lines[:4] == [
+        "layout        tensor 2 x pipeline 2 x data 4 = 16 processes",
+        "pipeline      1f1b, layers of each stage 4 4",
+        "batch         micro 2 x microbatches 8 x data 4 = 64 samples, 1,024 tokens a step",
+        "training      10 steps, 10,240 tokens",
+    ]
+    assert "note          --batch-size is an old name: it sets --micro-batch-size" in lines
+    assert "absent        corpus.idx is not on this machine" in lines
+    (micro,) = (line for line in lines if line.startswith("  --micro-batch-size"))
+    assert micro.split() == ["--micro-batch-size", "2", "command", "line:", "--batch-size"]
+
+
+def test_every_problem_is_told_and_the_status_says_so(capsys):
+    words = [*COMMAND, "--num-attention-heads", "5", "--global-batch-size", "63"]
+    status, shown = check(capsys, *words, "--world-size", "16", "--swiglu", "--openai-gelu")
+    assert (status, shown.out) == (2, "")
+    for fragment in (
+        "--hidden-size (32) must be divisible by --num-attention-heads (5)",
+        "--swiglu and --openai-gelu exclude each other",
+    ):
+        assert fragment in shown.err
+    status, shown = check(capsys, *words, "--world-size", "16", "--json")
+    told = json.loads(shown.out)
+    assert (status, told["ok"], len(told["problems"])) == (2, False, 2)
+
+
+def test_json(capsys):
+    status, shown = check(capsys, *COMMAND, "--world-size", "4", "--json")
+    told = json.loads(shown.out)
+    assert (status, told["ok"]) == (0, True)
+    assert told["layout"]["layers"] == [4, 4]
+    assert told["batch"]["num_microbatches"] == 32
+    assert told["config"]["training"]["micro_batch_size"] == 2
+    assert told["sources"]["training"]["micro_batch_size"] == {
+        "kind": "command line",
+        "spelled": "--batch-size",
+    }
+    assert told["sources"]["training"]["seed"] == {"kind": "default", "spelled": ""}
+
+
+@pytest.mark.parametrize("size", ["0", "many"])
+def test_a_world_that_is_none(capsys, size):
+    status, shown = check(capsys, *COMMAND, "--world-size", size)
+    assert status == 2
+    assert "--world-size" in shown.err
+
+
+def test_nothing_is_started(capsys, monkeypatch):
+    def fail(*args, **options):
+        raise AssertionError("a process group")
+
+    monkeypatch.setattr("torch.distributed.init_process_group", fail)
+    assert check(capsys, *COMMAND, "--world-size", "4")[0] == 0

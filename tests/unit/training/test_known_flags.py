@@ -1,0 +1,94 @@
+"""Every flag that a command of Megatron's or Megatron-DeepSpeed's users carries means something."""
+
+from pathlib import Path
+
+import pytest
+
+from mcore.errors import ConfigError
+from mcore.training.arguments import build_parser, parse
+from mcore.training.legacy_flags import LEGACY, refused_flags
+
+FLAGS = Path(__file__).parents[2] / "golden" / "flags.txt"
+#: Read by `mcore.training.arguments` itself.
+BEING_BUILT = {
+    "--deepspeed", "--deepspeed_config", "--deepspeed-config",
+    "--optimizer-offload-fraction", "--main-grads-dtype", "--main-params-dtype",
+    "--exp-avg-dtype", "--exp-avg-sq-dtype", "--check-weight-hash-across-dp-replicas-interval",
+    "--full-validation", "--validation-set-names", "--memory-snapshot-path",
+    "--no-check-for-nan-in-loss-and-grad", "--disable-check-for-nan-in-loss-and-grad",
+    "--straggler-ctrlr-port", "--straggler-minmax-count",
+}  # fmt: skip
+
+
+def flags():
+    lines = [line for line in FLAGS.read_text().splitlines() if not line.startswith("#")]
+    return sorted({flag for line in lines for flag in line.split()[1:]})
+
+
+def test_every_flag_is_known_or_refused_with_a_reason():
+    known, refused = set(build_parser()._option_string_actions), refused_flags()
+    absent = [flag for flag in flags() if flag not in known and flag not in refused]
+    assert [flag for flag in absent if flag not in BEING_BUILT] == []
+    for flag in flags():
+        if flag in known:
+            continue
+        if flag in BEING_BUILT and flag not in refused:
+            continue
+        with pytest.raises(ConfigError, match=f"{flag} is not available: ....."):
+            parse([flag, "1"])
+
+
+def test_no_flag_is_both_built_and_refused():
+    assert set(build_parser()._option_string_actions) & set(refused_flags()) == set()
+
+
+def test_a_flag_without_effect_says_so():
+    for item in LEGACY.values():
+        if item.help.startswith("No effect"):
+            words = [] if item.options.get("action") else ["1"]
+            assert any("no effect" in note for note in parse([item.flag, *words]).notes)
+
+
+@pytest.mark.parametrize(
+    ("words", "fragment"),
+    [
+        ("--transformer-impl transformer_engine", "one implementation, in plain PyTorch"),
+        ("--data-impl lazy", "of the mmap kind"),
+        ("--remote-device nvme", "optim_grads_params"),
+        ("--ds-sequence-parallel-size 4", "--sequence-parallel"),
+        ("--window-size 10,3", "never seen by a GPT model"),
+        ("--window-size wide", "no pair of whole numbers"),
+        ("--no-pipeline-parallel --pipeline-model-parallel-size 2", "--no-pipeline-parallel"),
+    ],
+)
+def test_values_that_mean_nothing_here_are_refused(words, fragment):
+    with pytest.raises(ConfigError, match=fragment):
+        parse(words.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "same"),
+    [
+        ("--window-size (127,0)", "--sliding-window 128"),
+        ("--window-size (-1,0)", ""),
+        ("--no-pad-vocab-size", "--make-vocab-size-divisible-by 1"),
+        ("--model-parallel-size 2", "--tensor-model-parallel-size 2"),
+        ("--num-key-value-heads 2", "--num-query-groups 2 --group-query-attention"),
+        ("--enable-zbh1-pipeline", "--pipeline-schedule zb-h1"),
+        ("--partition-activations", "--distribute-saved-activations"),
+        ("--persistent-save-interval 5", "--save-interval 5"),
+        ("--override-opt_param-scheduler", "--override-opt-param-scheduler"),
+        ("--zero-reduce-bucket-size 10", "--ddp-bucket-size 10"),
+        (
+            "--checkpoint-activations --checkpoint-num-layers 2",
+            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2",
+        ),
+        ("--use-megatron-fsdp", "--data-parallel-sharding-strategy optim_grads_params"),
+        (
+            "--use-megatron-fsdp --data-parallel-sharding-strategy optim",
+            "--data-parallel-sharding-strategy optim",
+        ),
+    ],
+)
+def test_names_of_other_programs_mean_the_same(words, same):
+    assert parse(words.split()).typed == parse(same.split()).typed
