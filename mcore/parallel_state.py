@@ -12,7 +12,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from mcore.errors import ConfigError, NotInitializedError, TopologyError
+from mcore.errors import ConfigError, NotInitializedError, TopologyError, UnsupportedError
 from mcore.topology.context import ParallelContext
 from mcore.topology.group import Group, as_group
 from mcore.topology.placement import Location, StagePlacement
@@ -248,6 +248,35 @@ def get_pipeline_model_parallel_prev_rank() -> int:
 def get_virtual_pipeline_model_parallel_world_size() -> int | None:
     """Model chunks on each pipeline rank, or None without interleaving."""
     return get_parallel_context().virtual_pipeline_model_parallel_size
+
+
+def get_virtual_pipeline_model_parallel_rank() -> int | None:
+    """None without interleaving; with it there is no current chunk, and none is guessed.
+
+    Raises:
+        UnsupportedError: several model chunks on each rank.
+    """
+    _refuse_current_chunk("get_virtual_pipeline_model_parallel_rank()")
+    return None
+
+
+def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
+    """Accepted without interleaving, where it says nothing.
+
+    Raises:
+        UnsupportedError: several model chunks on each rank.
+    """
+    _refuse_current_chunk(f"set_virtual_pipeline_model_parallel_rank({rank})")
+
+
+def _refuse_current_chunk(call: str) -> None:
+    size = get_parallel_context().virtual_pipeline_model_parallel_size
+    if size is not None:
+        raise UnsupportedError(
+            f"{call}: with {size} model chunks on each rank there is no current chunk; give "
+            f"vp_stage=0 to {size - 1} to GPTModel, is_pipeline_first_stage and "
+            "is_pipeline_last_stage"
+        )
 
 
 def _is_at(end: Location, ignore_virtual: bool, vp_stage: int | None) -> bool:

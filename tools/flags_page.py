@@ -15,6 +15,7 @@ from typing import Any
 from mcore.config.command_line import default_text, flag_names
 from mcore.config.fields import Flag, flag_of
 from mcore.config.run import RunConfig
+from mcore.training.arguments import FILE_FLAGS
 from mcore.training.legacy_flags import LEGACY, refused_flags
 
 HEAD = """# Flags of pretrain_gpt.py
@@ -28,7 +29,26 @@ takes it from there; where such a flag is typed, what is typed wins.
 
 def flags_page() -> str:
     """The page."""
-    return "\n".join([HEAD, *_sections(), *_legacy(), *_refused()])
+    return "\n".join([HEAD, *_files(), *_sections(), *_legacy(), *_refused()])
+
+
+def _files() -> Iterator[str]:
+    yield "## Files of options\n"
+    yield "| flag | value | meaning |"
+    yield "|---|---|---|"
+    for names, options in FILE_FLAGS.items():
+        spelled = " ".join(f"`{name}`" for name in names)
+        value = "file" if "metavar" in options else ""
+        yield f"| {spelled} | {value} | {options['help']} |"
+    yield ""
+    yield (
+        "A `--config` file is YAML. A key is a flag without its dashes in front (`hidden-size` or "
+        "`hidden_size`), any\nother spelling that the command line takes, or a field's name as "
+        "`mcore check --json` prints it; keys may stand\nunder the name of their section below "
+        "(`model:`). Switches are `true` or `false`. What is typed wins over the\nfile; a switch "
+        "that the file turns on can only be turned off there. DeepSpeed files: "
+        "[from_deepspeed](from_deepspeed.md).\n"
+    )
 
 
 def _sections() -> Iterator[str]:

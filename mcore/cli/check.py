@@ -18,7 +18,9 @@ from mcore.config.run import Resolved, RunConfig, resolve
 from mcore.errors import ConfigError, McoreError
 from mcore.tokenizers import build_tokenizer
 from mcore.training.arguments import read, value_sources
+from mcore.training.memory import RankMemory, predict_memory
 from mcore.training.options import CHECKPOINT, CONFIG_FILE, DEEPSPEED, DEFAULT, Source
+from mcore.training.parameter_count import count_parameters
 from mcore.training.pipeline_plan import plan_pipeline, plan_split
 from mcore.training.prepare import Settled, settle_options
 
@@ -66,11 +68,14 @@ class Report:
         config: its configuration.
         resolved: batch arithmetic and length.
         world_size: processes.
-        split: layers of each stage, and the schedule's name in front.
+        split: layers of each stage.
         schedule: name of the pipeline schedule.
         sources: (section, field) -> where the value came from.
         notes: what the run would say about its options.
         absent: files that are named and not on this machine.
+        num_parameters: of the model, each counted once and without padding; None where the
+            vocabulary's size is not known here.
+        memory: predicted bytes of each pipeline rank, empty likewise.
     """
 
     config: RunConfig
@@ -81,6 +86,8 @@ class Report:
     sources: dict[tuple[str, str], Source]
     notes: Sequence[str]
     absent: Sequence[str]
+    num_parameters: int | None
+    memory: Sequence[RankMemory]
 
     def to_dict(self) -> dict[str, Any]:
         """The report as JSON."""
@@ -97,6 +104,11 @@ class Report:
                 "layers": list(self.split),
             },
             "batch": dataclasses.asdict(self.resolved),
+            "parameters": self.num_parameters,
+            "memory": [
+                {**dataclasses.asdict(rank), "between_steps": rank.between_steps, "peak": rank.peak}
+                for rank in self.memory
+            ],
             "notes": list(self.notes),
             "absent": list(self.absent),
             "config": {
@@ -139,6 +151,18 @@ class Report:
             f"{resolved.train_iters * tokens:,} tokens"
         )
 
+        if self.num_parameters is None:
+            yield "parameters    unknown: give --vocab-size, or run where the tokenizer's files are"
+            return
+        yield f"parameters    {self.num_parameters:,}"
+        for rank in self.memory:
+            which = f"pipeline rank {rank.pipeline_rank}" if pp > 1 else "each rank"
+            yield (
+                f"memory        {which}: {_gib(rank.between_steps)} between steps, "
+                f"{_gib(rank.peak)} at the peak ({_gib(rank.activations)} of activations); "
+                "predicted, without what CUDA and NCCL take"
+            )
+
     def _options(self) -> dict[str, list[tuple[str, str, Any, Source]]]:
         """Section -> (field, flag, value, source) of every option that has a flag."""
         tree = self.config.to_dict()
@@ -167,6 +191,7 @@ def examine(settled: Settled) -> Report:
         tokenizer = dataclasses.replace(config.tokenizer, vocab_size=size)
         config = dataclasses.replace(config, tokenizer=tokenizer)
     plan = plan_pipeline(config)
+    known = config.tokenizer.vocab_size is not None
     return Report(
         config=config,
         resolved=resolve(config, world_size),
@@ -176,7 +201,25 @@ def examine(settled: Settled) -> Report:
         sources=value_sources(settled.arguments, settled.model_options),
         notes=settled.notes,
         absent=absent,
+        num_parameters=_num_parameters(config) if known else None,
+        memory=predict_memory(config, world_size) if known else (),
     )
+
+
+def _num_parameters(config: RunConfig) -> int:
+    """Parameters of the whole model, as on one rank without padding."""
+    whole = dataclasses.replace(
+        config,
+        model=dataclasses.replace(
+            config.model,
+            tensor_model_parallel_size=1,
+            pipeline_model_parallel_size=1,
+            virtual_pipeline_model_parallel_size=None,
+        ),
+        tokenizer=dataclasses.replace(config.tokenizer, make_vocab_size_divisible_by=1),
+    )
+    layers = config.model.num_layers
+    return count_parameters(whole, layers, pre_process=True, post_process=True).total
 
 
 def _absent_files(config: RunConfig) -> list[str]:
@@ -196,6 +239,10 @@ def _is_number(word: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"
 
 
 def _shown(value: Any) -> str:

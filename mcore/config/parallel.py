@@ -8,8 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from mcore.config.fields import below, flag, refuse
+from mcore.config.megatron_names import accepts_megatron_names
 
 
+@accepts_megatron_names
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelParallelConfig:
     """What a parallel layer has to know; a stand-alone layer takes the defaults.
@@ -65,3 +67,8 @@ class ModelParallelConfig:
     def order(self) -> str:
         """Rank order of the process groups, fastest axis first."""
         return "tp-cp-pp-dp" if self.use_tp_pp_dp_mapping else "tp-cp-dp-pp"
+
+    @property
+    def pipeline_dtype(self) -> torch.dtype:
+        """Data type of what travels between stages."""
+        return self.params_dtype

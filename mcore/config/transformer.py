@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 
 from mcore.config.fields import below, flag, not_one_of, refuse
+from mcore.config.megatron_names import accepts_megatron_names
 from mcore.config.parallel import ModelParallelConfig
 
 Normalization = Literal["LayerNorm", "RMSNorm"]
@@ -18,6 +19,7 @@ Normalization = Literal["LayerNorm", "RMSNorm"]
 RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm")
 
 
+@accepts_megatron_names
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TransformerConfig(ModelParallelConfig):
     """Options of the transformer layers, with Megatron's names.

@@ -112,6 +112,7 @@ def read(argv: Sequence[str], extra_args_provider: ExtraArguments | None = None)
         except ConfigError as error:
             options.problems.append(str(error))
     _check_grouped_queries(options)
+    deepspeed = _deepspeed_file(options)
     defaults = {name: value for name, value in vars(namespace).items() if "." not in name}
     return Arguments(
         options.typed,
@@ -119,7 +120,7 @@ def read(argv: Sequence[str], extra_args_provider: ExtraArguments | None = None)
         tuple(options.notes),
         options.sources,
         tuple(options.problems),
-        _deepspeed_file(options),
+        deepspeed,
         frozenset(_place(name) for name in parser.malformed),
     )
 

@@ -85,6 +85,7 @@ MAY_TOUCH = {
         "mcore.training",
         "mcore.tokenizers",
         "mcore.convert",
+        "mcore.deepspeed",
         "mcore.testing",
         "mcore.cli",
         "tools",

@@ -114,6 +114,12 @@ def _getters():
     assert mpu.get_pipeline_model_parallel_next_rank() == (rank + 2) % 4
     assert mpu.get_pipeline_model_parallel_prev_rank() == (rank - 2) % 4
     assert mpu.get_virtual_pipeline_model_parallel_world_size() == 2
+    for guess in (
+        mpu.get_virtual_pipeline_model_parallel_rank,
+        functools.partial(mpu.set_virtual_pipeline_model_parallel_rank, 0),
+    ):
+        with pytest.raises(NotImplementedError, match="vp_stage"):
+            guess()
     assert mpu.get_data_parallel_world_size() == mpu.get_data_parallel_world_size(True) == 1
     assert mpu.get_data_parallel_rank() == mpu.get_data_parallel_rank(with_context_parallel=True)
     assert mpu.get_data_parallel_src_rank() == rank

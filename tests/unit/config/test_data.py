@@ -12,8 +12,8 @@ from mcore.errors import ConfigError
         ({"per_split_data_args_path": "f", "valid_data_path": ("p",)}, "given twice"),
         ({"train_data_path": ("p",), "split": "9,1"}, "its own corpus"),
         ({"per_split_data_args_path": "f", "split": "9,1"}, "its own corpus"),
-        ({"num_workers": -1}, "--num-workers is -1"),
-        ({"dataloader_type": "random"}, "use single"),
+        ({"num_workers": -1}, "num_workers. is -1"),
+        ({"dataloader_type": "random"}, "use one of single, cyclic"),
     ],
 )
 def test_options_that_exclude_each_other(options, message):

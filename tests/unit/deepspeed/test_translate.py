@@ -1,4 +1,4 @@
-"""What DeepSpeed's keys mean here, by its documentation; what is not read is refused by its path."""
+"""What DeepSpeed's keys mean here, and what is refused by its path."""
 
 import base64
 import json

@@ -1,0 +1,152 @@
+"""A run configured by a DeepSpeed file is the run that flags configure."""
+
+import json
+
+import pytest
+
+from mcore.errors import ConfigError
+from mcore.training.arguments import read
+from mcore.training.prepare import settle_options
+
+MODEL = (
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --train-iters 50 "
+    "--tokenizer-type NullTokenizer --vocab-size 100 --data-path corpus"
+)
+FILE = {
+    "train_batch_size": 32,
+    "train_micro_batch_size_per_gpu": 2,
+    "fp16": {"enabled": True, "initial_scale_power": 12, "loss_scale_window": 500},
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": 1e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1},
+    },
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": {
+            "warmup_min_lr": 0,
+            "warmup_max_lr": 1e-4,
+            "warmup_num_steps": 5,
+            "total_num_steps": 50,
+            "warmup_type": "linear",
+        },
+    },
+    "gradient_clipping": 0.5,
+    "zero_optimization": {
+        "stage": 2,
+        "reduce_bucket_size": 5e7,
+        "allgather_bucket_size": 5e7,
+        "overlap_comm": True,
+    },
+    "activation_checkpointing": {"partition_activations": True},
+}
+FLAGS = (
+    "--global-batch-size 32 --micro-batch-size 2 --fp16 --initial-loss-scale 4096 "
+    "--loss-scale-window 500 --lr 1e-4 --adam-beta2 0.95 --weight-decay 0.1 --min-lr 0 "
+    "--lr-decay-style linear --lr-warmup-iters 5 --lr-decay-iters 50 --clip-grad 0.5 "
+    "--data-parallel-sharding-strategy optim_grads --ddp-bucket-size 50000000 "
+    "--overlap-grad-reduce --overlap-param-gather --distribute-saved-activations"
+)
+LAYOUT = "--tensor-model-parallel-size 2 --checkpoint-activations"
+
+
+@pytest.fixture
+def settled(tmp_path):
+    def settle(config, words="", world_size=8):
+        path = tmp_path / "ds.json"
+        path.write_text(json.dumps(config))
+        line = f"{MODEL} {LAYOUT} {words} --deepspeed --deepspeed_config {path}"
+        return settle_options(read(line.split()), world_size)
+
+    return settle
+
+
+def test_file_and_flags_give_the_same_configuration(settled):
+    from_flags = settle_options(read(f"{MODEL} {LAYOUT} {FLAGS}".split()), 8)
+    from_file = settled(FILE)
+    assert from_file.config == from_flags.config
+    assert from_file.config.fingerprint() == from_flags.config.fingerprint()
+    # What both give must agree, and does.
+    assert settled(FILE, FLAGS).config == from_flags.config
+
+
+def test_auto_is_what_the_command_line_says(settled):
+    auto = {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "fp16": {"enabled": "auto", "initial_scale_power": 12, "loss_scale_window": 500},
+        "bf16": {"enabled": "auto"},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
+        },
+        "scheduler": {
+            "type": "WarmupDecayLR",
+            "params": {
+                "warmup_min_lr": "auto",
+                "warmup_max_lr": "auto",
+                "warmup_num_steps": "auto",
+                "total_num_steps": "auto",
+                "warmup_type": "linear",
+            },
+        },
+        "gradient_clipping": "auto",
+        "zero_optimization": {
+            "stage": 2,
+            "reduce_bucket_size": "auto",
+            "overlap_comm": True,
+            "stage3_prefetch_bucket_size": "auto",
+        },
+    }
+    assert settled(auto, FLAGS).config == settled(FILE, FLAGS).config
+
+
+def test_origins_are_known(settled):
+    result = settled(FILE, "--lr 1e-4")
+    source = result.arguments.source("optimizer", "adam_beta2")
+    assert source.kind == "DeepSpeed JSON"
+    assert source.spelled.startswith("optimizer.params.betas in ")
+    assert result.arguments.source("optimizer", "lr").spelled == "--lr"
+
+
+@pytest.mark.parametrize(
+    ("words", "fragments"),
+    [
+        ("--lr 1e-3", ["optimizer.params.lr", "--lr 0.0001", "--lr gives 0.001"]),
+        ("--micro-batch-size 4", ["train_micro_batch_size_per_gpu", "2", "gives 4"]),
+        ("--zero-stage 1", ["zero_optimization.stage", "optim_grads", "--zero-stage gives optim"]),
+        ("--bf16", ["--bf16 and --fp16 exclude each other", "fp16.enabled in"]),
+        ("--ddp-bucket-size 7", ["zero_optimization.reduce_bucket_size", "50000000", "gives 7"]),
+    ],
+)
+def test_disagreement_is_refused_with_both_origins(settled, words, fragments):
+    with pytest.raises(ConfigError) as caught:
+        settled(FILE, words)
+    for fragment in fragments:
+        assert fragment in str(caught.value)
+
+
+def test_everything_wrong_is_told_together(settled):
+    wrong = {**FILE, "elasticity": {"enabled": True}, "gradient_cliping": 1.0}
+    with pytest.raises(ConfigError) as caught:
+        settled(wrong, "--min-lr 3 --hidden-siz 3")
+    told = str(caught.value)
+    for fragment in (
+        "elasticity",
+        "gradient_cliping is no key that mcore reads; did you mean gradient_clipping?",
+        "unknown flag '--hidden-siz'",
+        "optimizer.params",
+    ):
+        assert fragment in told
+
+
+def test_the_switch_needs_the_file():
+    (problem,) = read(["--deepspeed"]).problems
+    assert "--deepspeed_config FILE" in problem
+
+
+def test_a_file_that_cannot_be_read_is_a_problem_beside_others():
+    with pytest.raises(ConfigError) as caught:
+        settle_options(read(f"{MODEL} --lr 1 --seed 0 --deepspeed_config absent.json".split()), 1)
+    assert "absent.json cannot be read" in str(caught.value)
+    assert "--seed is 0" in str(caught.value)
