@@ -45,7 +45,7 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the examined command; 0 it would run, 2 it would not, 1 its checkpoint is at fault."""
-    arguments = read(args.words, _add_own_flags)
+    arguments = read(args.words, _add_own_flags, "mcore check")
     as_json = bool(arguments.extra.json)
     try:
         if arguments.extra.world_size < 1:

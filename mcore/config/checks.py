@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from mcore.config.command_line import flag_spellings, spelled_as_flags
-from mcore.config.data import dangling_weight
 from mcore.config.fields import refuse
 from mcore.config.optimizer import scheduler_steps
 from mcore.config.run import RunConfig
@@ -303,21 +302,6 @@ def _weight_decay(config: RunConfig, world_size: int) -> str | None:
     return f"--start-weight-decay ({start}) and --end-weight-decay ({end}) must rise from 0 or more"
 
 
-def _blends(config: RunConfig, world_size: int) -> str | None:
-    del world_size
-    data = config.data
-    for flag, words in (
-        ("--data-path", data.data_path),
-        ("--train-data-path", data.train_data_path),
-        ("--valid-data-path", data.valid_data_path),
-        ("--test-data-path", data.test_data_path),
-    ):
-        problem = None if words is None else dangling_weight(words)
-        if problem is not None:
-            return f"{flag} {problem}"
-    return None
-
-
 def _data(config: RunConfig, world_size: int) -> str | None:
     del world_size
     if config.data.has_data:
@@ -376,7 +360,6 @@ CHECKS: tuple[Check, ...] = (
     _warmup_init,
     _weight_decay,
     _data,
-    _blends,
     _tokenizer,
     _precision,
     _instances,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Literal
 
 from mcore.config.fields import below, flag, not_one_of, refuse
@@ -140,17 +140,3 @@ class DataConfig:
         """Any corpus is named at all."""
         one_corpus = self.data_path is not None or self.data_args_path is not None
         return one_corpus or self.has_separate_splits
-
-
-def dangling_weight(words: Sequence[str]) -> str | None:
-    """What is wrong with a data path that ends in a weight without a corpus, or None."""
-    if len(words) % 2 == 0 or len(words) == 1:
-        return None
-    try:
-        weights = [float(word) for word in words[::2]]
-    except ValueError:
-        return None
-    return (
-        f"{' '.join(words)!r} ends in the weight {words[-1]} without a corpus (weights so far: "
-        f"{', '.join(map(str, weights))}); write WEIGHT PREFIX WEIGHT PREFIX ..., or prefixes alone"
-    )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -151,5 +152,9 @@ def _problems(config: Any, foreign: Mapping[str, Any]) -> Iterator[str]:
     for name, value in foreign.items():
         accepts, instead = _FIELDS[name]
         if not accepts(config, value):
-            shown = getattr(value, "__name__", repr(value))
-            yield f"{name}={shown} is a field of Megatron's that mcore lacks: {instead}"
+            yield f"{name}={_shown(value)} is a field of Megatron's that mcore lacks: {instead}"
+
+
+def _shown(value: Any) -> str:
+    is_function = isinstance(value, (types.FunctionType, types.BuiltinFunctionType))
+    return str(value.__name__) if is_function else repr(value)

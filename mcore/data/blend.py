@@ -6,10 +6,11 @@ import dataclasses
 import json
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
-from mcore.config.data import DataConfig, dangling_weight
+from mcore.config.data import DataConfig
 from mcore.data.splits import SPLIT_NAMES
 from mcore.errors import DataError
 
@@ -35,9 +36,6 @@ def parse_blend(words: Sequence[str]) -> Blend:
     """
     if not words:
         raise DataError("a data path is empty; name the prefix of a .bin and .idx pair")
-    problem = dangling_weight(words)
-    if problem is not None:
-        raise DataError(f"data path {problem}")
     if len(words) % 2:
         return Blend(tuple(words), None)
     raw_weights = [_number(word) for word in words[::2]]
@@ -50,6 +48,22 @@ def parse_blend(words: Sequence[str]) -> Blend:
             "its weight in front, or none"
         )
     return Blend(tuple(words[1::2]), normalise(weights))
+
+
+def dangling_weight(words: Sequence[str]) -> str | None:
+    """What is wrong with a data path that ends in a weight without a corpus, or None.
+
+    Megatron takes every word of an odd number of words for a prefix. Where all that should be
+    weights are numbers, and none of them names a file, a corpus was forgotten.
+    """
+    if len(words) % 2 == 0 or len(words) == 1:
+        return None
+    if any(_number(word) is None or Path(f"{word}.idx").exists() for word in words[::2]):
+        return None
+    return (
+        f"{' '.join(words)!r} ends in the weight {words[-1]} without a corpus; write "
+        "WEIGHT PREFIX WEIGHT PREFIX ..., or prefixes alone"
+    )
 
 
 def normalise(weights: Sequence[float]) -> tuple[float, ...]:
@@ -79,7 +93,7 @@ def read_blends(config: DataConfig) -> tuple[Blend | None, Blend | None, Blend |
             words = tuple(_read_text(config.data_args_path).split())
         if words is None:
             raise DataError("no data: give --data-path, or a path for each split")
-        blend = parse_blend(words)
+        blend = _complete_blend(words)
         return blend, blend, blend
     paths: dict[str, Sequence[str] | None]
     if config.per_split_data_args_path is not None:
@@ -174,9 +188,16 @@ def _guess_counts(weights: Sequence[float], draws: np.ndarray) -> np.ndarray:
 def _separate_blend(words: Sequence[str] | None) -> Blend | None:
     if words is None:
         return None
-    blend = parse_blend(words)
+    blend = _complete_blend(words)
     # Megatron ignores the weight of a split's only corpus here, which makes it an unweighted one.
     return Blend(blend.prefixes, None) if len(blend.prefixes) == 1 else blend
+
+
+def _complete_blend(words: Sequence[str]) -> Blend:
+    problem = dangling_weight(words)
+    if problem is not None:
+        raise DataError(f"data path {problem}")
+    return parse_blend(words)
 
 
 def _number(word: str) -> float | None:

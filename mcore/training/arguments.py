@@ -87,17 +87,22 @@ def parse(argv: Sequence[str], extra_args_provider: ExtraArguments | None = None
     return arguments
 
 
-def read(argv: Sequence[str], extra_args_provider: ExtraArguments | None = None) -> Arguments:
+def read(
+    argv: Sequence[str],
+    extra_args_provider: ExtraArguments | None = None,
+    prog: str = "pretrain_gpt.py",
+) -> Arguments:
     """Read a command line and the `--config` file that it names; the command line wins.
 
     Args:
         argv: words after the program's name.
         extra_args_provider: adds a program's own arguments to the parser, as in Megatron.
+        prog: name of the program in its help.
 
     Returns:
         What was given. What is wrong with it is in `problems`.
     """
-    parser = build_parser(extra_args_provider)
+    parser = build_parser(extra_args_provider, prog)
     words = list(argv)
     namespace, problems = parser.collect(words)
     spelled = parser.spellings(words)
@@ -266,11 +271,13 @@ def _precision(arguments: Arguments) -> dict[str, Any]:
     return {}
 
 
-def build_parser(extra_args_provider: ExtraArguments | None = None) -> StrictParser:
+def build_parser(
+    extra_args_provider: ExtraArguments | None = None, prog: str = "pretrain_gpt.py"
+) -> StrictParser:
     """The parser of every flag, in one group per configuration section."""
     parser = StrictParser(
         refused=refused_flags(),
-        prog="pretrain_gpt.py",
+        prog=prog,
         description="Pretrain a GPT model. Start it with torchrun for more than one process.",
     )
     for name, kind in sections().items():

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mcore.config.checks import problems_between
 from mcore.config.fields import refuse
 from mcore.config.run import RunConfig, resolve
+from mcore.data.blend import dangling_weight
 from mcore.errors import McoreError
 from mcore.training import checkpointing
 from mcore.training.arguments import Arguments, build_sections, in_users_words, overrides
@@ -76,6 +77,7 @@ def settle_options(arguments: Arguments, world_size: int) -> Settled:
         notes += overrides(arguments, options)
     sections, problems = build_sections(arguments, options)
     problems = [*arguments.problems, *problems, *problems_between(sections, world_size)]
+    problems += _dangling_weights(arguments)
     if not problems:
         problems = _pipeline_problems(RunConfig(**sections), world_size)
     refuse([in_users_words(problem, arguments) for problem in problems])
@@ -91,6 +93,14 @@ def _options_of_checkpoint(arguments: Arguments) -> dict[str, Any] | None:
         arguments.get("checkpoint", "ckpt_step"),
         fall_back=arguments.get("checkpoint", "on_damaged_checkpoint") == "fallback",
     )
+
+
+def _dangling_weights(arguments: Arguments) -> Iterator[str]:
+    for field in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
+        words = arguments.get("data", field)
+        problem = None if words is None else dangling_weight(words)
+        if problem is not None:
+            yield f"{field} {problem}"
 
 
 def _pipeline_problems(config: RunConfig, world_size: int) -> list[str]:

@@ -3,8 +3,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mcore.config.data import DataConfig
 from mcore.data import BlendedDataset
-from mcore.data.blend import blend_order, normalise, parse_blend
+from mcore.data.blend import blend_order, dangling_weight, normalise, parse_blend, read_blends
 from mcore.errors import DataError
 
 
@@ -75,6 +76,17 @@ def test_every_prefix_holds_the_shares(weights):
     for number in range(len(shares)):
         mine = samples[corpora == number]
         assert mine.tolist() == list(range(len(mine)))
+
+
+def test_a_weight_without_a_corpus(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert "ends in the weight 0.5 without a corpus" in dangling_weight(["0.5", "p", "0.5"])
+    with pytest.raises(DataError, match="data path .* ends in the weight 0.5"):
+        read_blends(DataConfig(data_path=("0.5", "p", "0.5")))
+    assert dangling_weight(["0.5", "p", "q"]) is None
+    assert dangling_weight(["0.5"]) is None
+    (tmp_path / "2.idx").touch()  # the name of a corpus after all
+    assert dangling_weight(["2", "p", "0.5"]) is None
 
 
 def test_forms_of_a_data_path():

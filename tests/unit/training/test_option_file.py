@@ -90,7 +90,7 @@ def test_the_command_line_wins_and_the_origin_is_known(file):
     [
         ("\nnum-layer: 4", ["line 2", "'--num-layer'", "did you mean --num-layers"]),
         ("num-layers: four", ["line 1", "--num-layers", "'four'"]),
-        ("modell: {num_layers: 4}", ["line 1", "'modell'", "did you mean model?"]),
+        ("datta: {split: 1}", ["line 1", "'datta'", "did you mean data?"]),
         ("model:\n  lr: 4", ["line 2", "lr belongs to optimizer, not to model"]),
         ("num-experts: 8", ["line 1", "--num-experts is not available"]),
         ("bf16: 1", ["line 1", "bf16 is a switch"]),

@@ -1,0 +1,57 @@
+"""Flags whose effect is no figure of the run: files, kernels, queues."""
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from mcore.training import logging
+from tests.equivalence.program import train, train_and_inspect
+from tests.equivalence.tiny import command, write_corpus
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "text_document", documents=30)
+
+
+def iterations(folder):
+    return sorted(int(path.name.removeprefix("iter_")) for path in folder.glob("iter_*"))
+
+
+def test_deterministic_mode_asks_torch_for_it(corpus):
+    def asked(state):
+        del state
+        return torch.are_deterministic_algorithms_enabled()
+
+    assert train_and_inspect(command(corpus, 2, "--deterministic-mode"), inspect=asked) == [True]
+    assert train_and_inspect(command(corpus, 2), inspect=asked) == [False]
+
+
+def test_save_retain_interval_leaves_its_multiples_and_the_last(corpus, tmp_path):
+    train(command(corpus, 6, f"--save {tmp_path} --save-interval 2 --save-retain-interval 4"))
+    assert iterations(tmp_path) == [4, 6]
+
+
+def test_no_save_optim_leaves_the_moments_out(corpus, tmp_path):
+    sizes = {}
+    for name, more in (("whole", ""), ("weights", "--no-save-optim")):
+        root = tmp_path / name
+        train(command(corpus, 2, f"--save {root} --save-interval 2", more))
+        sizes[name] = sum(path.stat().st_size for path in root.glob("iter_*/*.safetensors"))
+    assert 0 < sizes["weights"] < 0.5 * sizes["whole"]
+
+
+def test_tensorboard_log_interval_and_queue(corpus, tmp_path, monkeypatch):
+    queues = []
+
+    class Recorded(logging.SummaryWriter):
+        def __init__(self, *args, **options):
+            queues.append(options["max_queue"])
+            super().__init__(*args, **options)
+
+    monkeypatch.setattr(logging, "SummaryWriter", Recorded)
+    more = f"--tensorboard-dir {tmp_path} --tensorboard-log-interval 2 --tensorboard-queue-size 7"
+    train(command(corpus, 5, more))
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert [event.step for event in events.Scalars("lm loss")] == [2, 4]
+    assert queues == [7]
