@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -77,6 +78,63 @@ def seed_rng(seed: int) -> None:
 def allocated_bytes(device: torch.device) -> int | None:
     """Peak bytes that tensors took on a GPU; None on the CPU, where torch does not count them."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+
+
+def is_on_host(x: Tensor) -> bool:
+    """Whether a tensor is in host memory."""
+    return x.device.type == "cpu"
+
+
+def host_copy(x: Tensor) -> Tensor:
+    """A copy in host memory, pinned where there is a GPU: transfers need not be waited for."""
+    copied = x.detach().to("cpu", copy=True)
+    return copied.pin_memory() if torch.cuda.is_available() else copied
+
+
+class HostTransfer:
+    """Copies between a device and (pinned) host memory beside the device's own work.
+
+    Args:
+        device: on the CPU copies are made at once.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._pairs: list[tuple[Tensor, Tensor]] = []
+
+    def add(self, source: Tensor, target: Tensor) -> None:
+        """Note a copy to the host; the source must stay as it is until `wait_for_host`."""
+        self._pairs.append((source, target))
+
+    def start_to_host(self) -> None:
+        """Start the copies that were noted, after what the device has been given so far."""
+        self._copy(self._pairs)
+        if self._stream is None:
+            self._pairs = []
+
+    def wait_for_host(self) -> None:
+        """Wait on the host until the copies are there."""
+        if self._stream is not None:
+            self._stream.synchronize()
+        self._pairs = []
+
+    def to_device(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Copy (host, device) pairs; the device waits for them, the host does not."""
+        self._copy(pairs)
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+
+    def _copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        if self._stream is None:
+            for source, target in pairs:
+                target.copy_(source)
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            for source, target in pairs:
+                # Whole first, then to the target's dtype there: a copy that converts on the host
+                # would be waited for.
+                target.copy_(source.to(target.device, non_blocking=True), non_blocking=True)
 
 
 def synchronize(device: torch.device) -> None:

@@ -323,6 +323,16 @@ def _precision(config: RunConfig, world_size: int) -> str | None:
     return None
 
 
+def _main_grads(config: RunConfig, world_size: int) -> str | None:
+    del world_size
+    if config.ddp.main_grads_dtype == "fp32" or config.training.bf16:
+        return None
+    return (
+        "--main-grads-dtype bf16 needs --bf16: gradients of other models are kept in the "
+        "parameters' dtype or in fp32"
+    )
+
+
 def _instances(config: RunConfig, world_size: int) -> str | None:
     model, instances = config.model, config.ddp.num_distributed_optimizer_instances
     others = model.tensor_model_parallel_size * model.pipeline_model_parallel_size
@@ -362,6 +372,7 @@ CHECKS: tuple[Check, ...] = (
     _data,
     _tokenizer,
     _precision,
+    _main_grads,
     _instances,
     _save,
 )

@@ -31,6 +31,11 @@ class DistributedDataParallelConfig:
         help="Accumulate and reduce gradients in fp32 at least; off = in the parameters' dtype.",
         hidden=True,
     )
+    main_grads_dtype: Literal["fp32", "bf16"] = flag(
+        "fp32",
+        help="Dtype of accumulated and reduced gradients; bf16 needs --bf16. ZeRO-3 reduces in it "
+        "and keeps its shard in fp32.",
+    )
     overlap_grad_reduce: bool = flag(
         False, help="Reduce each bucket of gradients while the backward of earlier layers runs."
     )
@@ -71,6 +76,7 @@ class DistributedDataParallelConfig:
 
     def _problems(self) -> Iterator[str]:
         strategy = self.data_parallel_sharding_strategy
+        yield from not_one_of(self.main_grads_dtype, ("fp32", "bf16"), "main_grads_dtype")
         if strategy is not None and strategy not in STRATEGIES:
             yield from not_one_of(strategy, STRATEGIES, "data_parallel_sharding_strategy")
             return
@@ -93,6 +99,11 @@ class DistributedDataParallelConfig:
         )
         if self.bucket_size is not None and self.num_buckets is not None:
             yield "give bucket_size or num_buckets, not both"
+
+    @property
+    def keeps_grads_wide(self) -> bool:
+        """Whether gradients are accumulated and reduced in fp32 at least."""
+        return self.grad_reduce_in_fp32 and self.main_grads_dtype == "fp32"
 
     @property
     def sharding_stage(self) -> int:

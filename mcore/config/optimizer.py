@@ -13,6 +13,9 @@ DecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root", "WSD
 WsdDecayStyle = Literal["linear", "cosine", "exponential", "minus_sqrt"]
 WeightDecayIncrStyle = Literal["constant", "linear", "cosine"]
 
+#: fp16 and fp8 are Megatron's, and refused with the reason.
+StateDtype = Literal["fp32", "bf16", "fp16", "fp8"]
+
 DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 WSD_DECAY_STYLES = ("linear", "cosine", "exponential", "minus_sqrt")
 WEIGHT_DECAY_INCR_STYLES = ("constant", "linear", "cosine")
@@ -67,12 +70,31 @@ class OptimizerConfig:
     muon_extra_scale_factor: float = flag(
         1.0, help="A further factor of Muon's updates; 0.2 with spectral gives Adam's size."
     )
-    muon_tp_mode: Literal["duplicated"] = flag(
+    muon_tp_mode: Literal["duplicated", "distributed", "blockwise"] = flag(
         "duplicated",
         help="Muon orthogonalises whole matrices at every layout. Megatron's blockwise does so for "
         "each tensor-parallel rank's block, which makes another update, and is refused.",
     )
     adam_eps: float = flag(1e-8, help="Added to the denominator of Adam's update.")
+    exp_avg_dtype: StateDtype = flag(
+        "fp32", help="Dtype in which Adam's running means of gradients are kept: fp32 or bf16."
+    )
+    exp_avg_sq_dtype: StateDtype = flag(
+        "fp32",
+        help="The same of its running means of squared gradients; in bf16 changes below 1/256 of a "
+        "value are lost, so use a lower --adam-beta2 such as 0.95.",
+    )
+    main_params_dtype: Literal["fp32", "fp16"] = flag(
+        "fp32", help="Dtype of the parameters that are updated; there is fp32 only."
+    )
+    optimizer_cpu_offload: bool = flag(
+        False,
+        help="Keep main parameters and moments in host memory and update them there (CUDA; on the "
+        "CPU they are there anyway).",
+    )
+    optimizer_offload_fraction: float = flag(
+        1.0, help="Part of this rank's parameters, by elements, that --optimizer-cpu-offload takes."
+    )
     clip_grad: float = flag(
         1.0, help="Largest global L2 norm of the gradient; 0 = measured, not clipped."
     )
@@ -103,6 +125,7 @@ class OptimizerConfig:
     def _problems(self) -> Iterator[str]:
         yield from not_one_of(self.optimizer, ("adam", "sgd", "lion", "muon"), "optimizer")
         yield from self._wrong_muon()
+        yield from self._wrong_states()
         if self.min_lr < 0:
             yield f"min_lr is {self.min_lr}; it must not be negative"
         if self.lr is not None and self.lr < self.min_lr:
@@ -130,6 +153,34 @@ class OptimizerConfig:
         if self.adam_eps <= 0:
             yield f"adam_eps is {self.adam_eps}; it must be positive"
         yield from self._wrong_loss_scale()
+
+    def _wrong_states(self) -> Iterator[str]:
+        for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
+            dtype = getattr(self, name)
+            if dtype in ("fp16", "fp8"):
+                yield (
+                    f"{name} {dtype} would need a scale for every tensor, which transformer-engine "
+                    "has and mcore does not: use bf16 or fp32"
+                )
+                continue
+            yield from not_one_of(dtype, ("fp32", "bf16"), name)
+            if dtype != "fp32" and self.optimizer != "adam":
+                yield f"{name} {dtype} needs optimizer adam, got {self.optimizer}"
+        if self.main_params_dtype != "fp32":
+            yield (
+                f"main_params_dtype {self.main_params_dtype} would need a scale for every tensor, "
+                "which transformer-engine has and mcore does not: use fp32"
+            )
+        if not 0.0 <= self.optimizer_offload_fraction <= 1.0:
+            yield (
+                f"optimizer_offload_fraction is {self.optimizer_offload_fraction}; use a number "
+                "from 0 to 1"
+            )
+        if self.optimizer_cpu_offload and self.optimizer == "muon":
+            yield (
+                "optimizer_cpu_offload and optimizer muon exclude each other: whole matrices are "
+                "orthogonalised on the device; use adam, sgd or lion"
+            )
 
     def _wrong_muon(self) -> Iterator[str]:
         types = ("quintic", "simple")

@@ -113,7 +113,7 @@ class DistributedDataParallel(DataParallelModule):
         ]
 
     def _grad_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        if not self.ddp_config.grad_reduce_in_fp32:
+        if not self.ddp_config.keeps_grads_wide:
             return dtype
         return torch.promote_types(dtype, torch.float32)
 

@@ -127,7 +127,7 @@ class FullyShardedDataParallel(DataParallelModule):
                 param.data = param.data.to(wide)
 
     def _deal_out(self) -> None:
-        narrow, in_fp32 = self._compute_dtype, self.ddp_config.grad_reduce_in_fp32
+        narrow, in_fp32 = self._compute_dtype, self.ddp_config.keeps_grads_wide
         policy = MixedPrecisionPolicy(
             param_dtype=narrow,
             reduce_dtype=torch.float32 if narrow is not None and in_fp32 else narrow,

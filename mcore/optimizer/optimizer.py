@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -15,7 +16,9 @@ from mcore.optimizer.adam import Adam
 from mcore.optimizer.clip_grads import clip_grad_by_total_norm_, get_grad_norm
 from mcore.optimizer.grad_scaler import build_grad_scaler
 from mcore.optimizer.muon import Muon
+from mcore.optimizer.offload import OffloadedRule
 from mcore.optimizer.param_groups import (
+    OptimizedParam,
     ParamGroup,
     build_param_groups,
     collect_matrices,
@@ -27,7 +30,7 @@ from mcore.topology.collectives import all_reduce_
 from mcore.topology.context import ParallelContext
 from mcore.topology.group import Group
 
-Rule: TypeAlias = Adam | Sgd | Lion | Muon
+Rule: TypeAlias = Adam | Sgd | Lion | Muon | OffloadedRule
 
 
 class StepResult(NamedTuple):
@@ -68,7 +71,7 @@ class MegatronOptimizer:
     ) -> None:
         self.config = config
         self.context = context
-        self.params = collect_params(model_chunks, context)
+        self.params = collect_params(model_chunks, context, config)
         devices = [param.device for chunk in model_chunks for param in chunk.parameters()]
         self._device = devices[0] if devices else torch.device("cpu")
         self.optimizer = self._build_rule(model_chunks)
@@ -77,6 +80,11 @@ class MegatronOptimizer:
 
     def _build_rule(self, model_chunks: Sequence[nn.Module]) -> Rule:
         groups = build_param_groups(self.params, self.config)
+        self._offload: OffloadedRule | None = None
+        if any(item.is_offloaded for item in self.params):
+            build = partial(build_rule, config=self.config)
+            self._offload = OffloadedRule(groups, self.params, build, self._device)
+            return self._offload
         if self.config.optimizer != "muon":
             return build_rule(groups, self.config)
         matrices = collect_matrices(model_chunks, self.params, self.context)
@@ -135,7 +143,7 @@ class MegatronOptimizer:
         pieces: list[Tensor] = []
         for item in self.params:
             grad = item.gradient()
-            item.main.grad = grad
+            self._set_gradient(item, grad)
             if grad is not None:
                 grads.append(grad)
                 pieces += item.counted(grad)
@@ -151,6 +159,13 @@ class MegatronOptimizer:
         params_norm = self._params_norm() if self.config.log_params_norm else None
         return StepResult(is_finite, grad_norm, zeros, params_norm)
 
+    def _set_gradient(self, item: OptimizedParam, grad: Tensor | None) -> None:
+        if item.is_offloaded and grad is not None:
+            assert self._offload is not None
+            self._offload.take_gradient(item, grad)
+        else:
+            item.main.grad = grad
+
     def _count_zeros(self, pieces: Sequence[Tensor]) -> Tensor:
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         for piece in pieces:
@@ -160,7 +175,8 @@ class MegatronOptimizer:
         return total
 
     def _params_norm(self) -> Tensor:
-        pieces = [view for item in self.params for view in item.counted(item.main.detach())]
+        mains = [(item, item.main.detach().to(self._device)) for item in self.params]
+        pieces = [view for item, main in mains for view in item.counted(main)]
         return get_grad_norm(pieces, self._norm_groups, self._device)
 
     def _unscale_and_clip_(self, grads: list[Tensor], scaled_norm: Tensor) -> Tensor:
@@ -178,6 +194,16 @@ class MegatronOptimizer:
         with torch.no_grad():
             for item in self.params:
                 if item.is_copied:
+                    item.main.copy_(item.part.data)
+
+    def refresh_host_copies(self) -> None:
+        """Take copies in host memory anew from the model, after a checkpoint was read.
+
+        Of parameters with a main parameter of their own the checkpoint had that.
+        """
+        with torch.no_grad():
+            for item in self.params:
+                if item.is_offloaded and not item.has_main_param:
                     item.main.copy_(item.part.data)
 
     def named_states(self) -> Iterator[tuple[str, nn.Parameter, dict[str, Tensor]]]:
@@ -200,7 +226,8 @@ class MegatronOptimizer:
             yield item.part, tensors
 
     def _copy_main_params_to_model_params(self) -> None:
-        pairs = [(item.part.data, item.main) for item in self.params if item.is_copied]
+        copied = (item for item in self.params if item.is_copied and not item.is_offloaded)
+        pairs = [(item.part.data, item.main) for item in copied]
         if pairs:
             torch._foreach_copy_([data for data, _ in pairs], [main for _, main in pairs])
 

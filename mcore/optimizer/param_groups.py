@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from mcore.config.optimizer import OptimizerConfig
+from mcore.device import host_copy, is_on_host
 from mcore.distributed import DataParallelModule, ParamPart
 from mcore.optimizer.whole_matrices import DealtMatrix
 from mcore.topology.context import ParallelContext
@@ -28,11 +29,13 @@ class OptimizedParam:
         main: what is updated: an fp32 copy of `part.data` where that has lower precision, else the
             same memory. Shaped as the parameter where this rank updates all of it, else 1-D.
         read_gradient: gives the finished gradient, shaped as `main`, or None.
+        is_offloaded: `main` is a copy in host memory, whatever its dtype.
     """
 
     part: ParamPart
     main: nn.Parameter
     read_gradient: Callable[[], Tensor | None]
+    is_offloaded: bool = False
 
     @property
     def name(self) -> str:
@@ -52,7 +55,7 @@ class OptimizedParam:
     @property
     def is_copied(self) -> bool:
         """Whether `main` has to be copied back to the model after an update."""
-        return self.main.dtype != self.part.data.dtype
+        return self.is_offloaded or self.main.dtype != self.part.data.dtype
 
     @property
     def has_main_param(self) -> bool:
@@ -93,15 +96,41 @@ def is_layer_matrix(name: str, sharding: ParamSharding) -> bool:
 
 
 def collect_params(
-    model_chunks: Sequence[nn.Module], context: ParallelContext
+    model_chunks: Sequence[nn.Module], context: ParallelContext, config: OptimizerConfig
 ) -> list[OptimizedParam]:
     """What this rank updates, with main parameters where they are needed."""
-    params = []
-    for chunk in model_chunks:
-        for part in _parts(chunk, context):
-            source = _gradient_source(chunk, part.param)
-            params.append(OptimizedParam(part, _main_param(part), source))
-    return params
+    found = [(chunk, part) for chunk in model_chunks for part in _parts(chunk, context)]
+    offloaded = choose_offloaded([part for _, part in found], config)
+    return [
+        OptimizedParam(
+            part,
+            _main_param(part, number in offloaded),
+            _gradient_source(chunk, part.param),
+            number in offloaded,
+        )
+        for number, (chunk, part) in enumerate(found)
+    ]
+
+
+def choose_offloaded(parts: Sequence[ParamPart], config: OptimizerConfig) -> set[int]:
+    """Numbers of the parts whose state goes to the host: the first, up to the asked fraction.
+
+    Parts that are in host memory already are left alone.
+
+    Args:
+        parts: what this rank updates.
+        config: whether, and which fraction by elements.
+    """
+    if not config.optimizer_cpu_offload:
+        return set()
+    movable = [i for i, part in enumerate(parts) if not is_on_host(part.data)]
+    limit = config.optimizer_offload_fraction * sum(parts[i].data.numel() for i in movable)
+    chosen, taken = set(), 0
+    for i in movable:
+        if taken < limit:
+            chosen.add(i)
+            taken += parts[i].data.numel()
+    return chosen
 
 
 def collect_matrices(
@@ -196,8 +225,10 @@ class _Kind:
         return cls(param.is_decayed, decoupled, matrix)
 
 
-def _main_param(part: ParamPart) -> nn.Parameter:
+def _main_param(part: ParamPart, is_offloaded: bool) -> nn.Parameter:
     dtype = torch.promote_types(part.data.dtype, torch.float32)
+    if is_offloaded:
+        return nn.Parameter(host_copy(part.data.to(dtype)))
     if dtype != part.data.dtype:
         return nn.Parameter(part.data.to(dtype))
     # The same memory under a name of the optimizer's own: a gradient set there is not the model's.

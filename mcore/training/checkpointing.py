@@ -184,7 +184,9 @@ def _load_from(directory: Path, state: TrainState, config: RunConfig, ctx: Paral
     if options.load_rng and not options.finetune:
         rank_local = RankLocal(ctx.rank, _layout(ctx))
     result = checkpoint.load(directory, tensors, rank_local=rank_local)
-    if not with_optimizer:
+    if with_optimizer:
+        state.optimizer.refresh_host_copies()
+    else:
         state.optimizer.reload_model_params()
     if options.finetune:
         get_logger().info("loaded weights of %s; the run starts at iteration 0", result.directory)

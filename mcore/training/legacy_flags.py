@@ -130,6 +130,18 @@ _RENAMED = (
         fixed("ddp", "grad_reduce_in_fp32", False),
     ),
     LegacyFlag(
+        "--use-precision-aware-optimizer",
+        "Megatron's switch for low-precision optimizer state, which needs none here.",
+        note="--use-precision-aware-optimizer has no effect: the dtypes of main gradients and "
+        "moments are taken as given, at every ZeRO stage",
+    ),
+    LegacyFlag(
+        "--cpu-optimizer",
+        "Older name of --optimizer-cpu-offload.",
+        fixed("optimizer", "optimizer_cpu_offload", True),
+        "--cpu-optimizer is an old name: it sets --optimizer-cpu-offload",
+    ),
+    LegacyFlag(
         "--muon-no-split-qkv",
         "Older name of --no-muon-split-qkv.",
         fixed("optimizer", "muon_split_qkv", False),
@@ -345,11 +357,6 @@ LEGACY: dict[str, LegacyFlag] = by_name(
 )
 
 _NOT_BUILT: Mapping[str, tuple[str, ...]] = {
-    "optimizer states on the CPU are not built yet; drop it": (
-        "--cpu-optimizer",
-        "--optimizer-cpu-offload",
-        "--use-precision-aware-optimizer",
-    ),
     "this report is not built yet; the log line, TensorBoard and --metrics-jsonl have the rest": (
         "--log-throughput",
         "--log-timers-to-tensorboard",

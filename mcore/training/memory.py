@@ -41,6 +41,8 @@ class RankMemory:
         gradients: accumulated gradients.
         main_parameters: fp32 copies that the optimizer updates.
         moments: the update rule's running tensors.
+        in_host_memory: main parameters and moments that `--optimizer-cpu-offload` keeps off the
+            device; not part of the others.
         activations: kept for backward, at the peak.
         workspace: everything else at the peak.
     """
@@ -51,6 +53,7 @@ class RankMemory:
     gradients: int
     main_parameters: int
     moments: int
+    in_host_memory: int
     activations: int
     workspace: int
 
@@ -158,7 +161,7 @@ def _chunk(
 def _sharded_workspace(config: RunConfig, count: ParameterCount, sharding: _Sharding) -> int:
     """Bytes of ZeRO-2's buffers or ZeRO-3's gathered parameters and gradients."""
     size = config.model.params_dtype.itemsize
-    reduced = 4 if config.ddp.grad_reduce_in_fp32 else size
+    reduced = 4 if config.ddp.keeps_grads_wide else size
     tied = (
         not config.gpt.untie_embeddings_and_output_weights and count.embedding and count.final_norm
     )
@@ -189,7 +192,7 @@ def _rank(
     share = sharding.ranks
     size = config.model.params_dtype.itemsize
     main = max(size, 4)
-    gradient = 4 if config.ddp.grad_reduce_in_fp32 else size
+    gradient = 4 if config.ddp.keeps_grads_wide else size
     moments = moment_bytes(config, total, matrices) // share
     activations, workspace = _peak(chunks, plan)
     if sharding.stage == 3:
@@ -199,11 +202,20 @@ def _rank(
         of_gradients = share if sharding.stage == 2 else 1
         held = {"parameters": size * total, "gradients": gradient * total // of_gradients}
         main_parameters = main * total // share if main != size else 0
+    in_host_memory = 0
+    if config.optimizer.optimizer_cpu_offload and config.runtime.device != "cpu":
+        part = config.optimizer.optimizer_offload_fraction
+        # An fp32 parameter is its own main parameter, of which the host then has a copy.
+        copies = main * total // share
+        in_host_memory = int(part * (copies + moments))
+        moments -= int(part * moments)
+        main_parameters -= int(part * main_parameters)
     return RankMemory(
         pipeline_rank=rank,
         num_parameters=total,
         main_parameters=main_parameters,
         moments=moments,
+        in_host_memory=in_host_memory,
         activations=activations,
         workspace=workspace,
         **held,
@@ -218,10 +230,12 @@ def moment_bytes(config: RunConfig, total: int, matrices: int) -> int:
         total: parameters.
         matrices: those of them that lie in weight matrices of layers.
     """
-    rule = config.optimizer.optimizer
-    if rule == "muon":
+    options = config.optimizer
+    dtypes = (options.exp_avg_dtype, options.exp_avg_sq_dtype)
+    adam = sum(2 if dtype == "bf16" else 4 for dtype in dtypes)
+    if options.optimizer == "muon":
         return 8 * total - 4 * matrices
-    return total * (8 if rule == "adam" else 4)
+    return total * (adam if options.optimizer == "adam" else 4)
 
 
 def _peak(chunks: Sequence[_Chunk], plan: Plan) -> tuple[int, int]:

@@ -131,6 +131,8 @@ def build_state(
         config, runtime.ctx, [model_provider(config, stage).to(runtime.device) for stage in stages]
     )
     report_parameters(chunks, runtime.ctx)
+    if config.optimizer.optimizer_cpu_offload and runtime.device.type == "cpu":
+        warn_ignored("--optimizer-cpu-offload", "the device is the CPU, so all is in host memory")
     optimizer = get_megatron_optimizer(config.optimizer, chunks, context=runtime.ctx)
     in_samples = config.training.train_iters is None
     scheduler = get_optimizer_param_scheduler(
@@ -155,7 +157,7 @@ def wrap_chunks(
     wrapper: type[DistributedDataParallel | FullyShardedDataParallel] = DistributedDataParallel
     if options.sharding_stage and ctx.dp_cp.handle is None:
         warn_ignored("the sharding strategy", "there is one process, with nobody to share with")
-        options = DistributedDataParallelConfig(grad_reduce_in_fp32=options.grad_reduce_in_fp32)
+        options = DistributedDataParallelConfig(grad_reduce_in_fp32=options.keeps_grads_wide)
     elif options.sharding_stage == 3:
         wrapper = FullyShardedDataParallel
     groups = build_sharding_groups(ctx, options.num_distributed_optimizer_instances)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mcore.errors import NumericsError
+from mcore.errors import ConfigError, NumericsError
 from tests.equivalence.program import (
     Layout,
     largest_difference,
@@ -15,6 +15,7 @@ from tests.equivalence.program import (
 from tests.equivalence.tiny import command
 
 SMALL = "--num-layers 2 --hidden-size 16 --seq-length 8"
+LOW_STATE = "--main-grads-dtype bf16 --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
 FP16 = f"{SMALL} --fp16 --loss-scale-window 4 --hysteresis 2"
 
 
@@ -32,6 +33,7 @@ def fp32(corpus):
         "--bf16 --zero-stage 3 --fp32-residual-connection --recompute-activations",
         "--fp16 --initial-loss-scale 1024 --zero-stage 3",
         "--fp16 --loss-scale 512 --zero-stage 2",
+        f"--bf16 --zero-stage 1 {LOW_STATE}",
         "--bf16 --fp32-residual-connection --normalization RMSNorm --swiglu --ffn-hidden-size 32",
     ],
 )
@@ -105,3 +107,33 @@ def test_an_overflow_at_the_lowest_scale_ends_the_run(corpus):
     words = command(corpus, 30, FP16, "--initial-loss-scale 1e30 --min-loss-scale 1e30")
     with pytest.raises(NumericsError, match="minimum"):
         train(words)
+
+
+@pytest.mark.parametrize("stage", ["1", pytest.param("3", marks=pytest.mark.full)])
+def test_low_precision_state_resumes_bit_for_bit(corpus, tmp_path, stage):
+    words = command(corpus, 5, SMALL, "--bf16", LOW_STATE, "--zero-stage", stage)
+    straight = train(words, Layout(dp=2))
+    words += ["--save-interval", "3", "--save", str(tmp_path / "save")]
+    path = tmp_path / "records.jsonl"
+    train([*words, "--exit-interval", "3"], Layout(dp=2), records=path)
+    resumed = train([*words, "--load", str(tmp_path / "save")], Layout(dp=2), records=path)
+    assert without_rates(resumed) == without_rates(straight)
+
+
+def test_bf16_gradients_need_a_bf16_model(corpus):
+    with pytest.raises(ConfigError, match="needs --bf16"):
+        train(command(corpus, 2, SMALL, "--main-grads-dtype bf16"))
+
+
+def test_on_the_cpu_offloading_changes_nothing_and_says_so(corpus, capsys):
+    words = command(corpus, 3, SMALL)
+    plain = train(words)
+    capsys.readouterr()
+    moved = train([*words, "--optimizer-cpu-offload", "--optimizer-offload-fraction", "0.5"])
+    assert "--optimizer-cpu-offload has no effect: the device is the CPU" in capsys.readouterr().out
+    assert without_rates(moved) == without_rates(plain)
+
+
+def test_main_parameters_are_fp32(corpus):
+    with pytest.raises(ConfigError, match="a scale for every tensor"):
+        train(command(corpus, 2, "--bf16 --main-params-dtype fp16"))

@@ -127,6 +127,8 @@ CONTEXT_EDGES = {
 #: Options that have acted before the run starts, and how.
 SETTLED_EARLY = {
     "TrainingConfig.bf16": "arguments.py turns it into params_dtype",
+    "OptimizerConfig.main_params_dtype": "one value is built, others are refused",
+    "OptimizerConfig.muon_tp_mode": "one value is built, others are refused",
     "DataConfig.dataloader_type": "one value is built, others are refused",
     "TransformerConfig.recompute_method": "one value is built, recomputation is refused without it",
 }

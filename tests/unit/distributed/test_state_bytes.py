@@ -35,15 +35,19 @@ def storages():
     return found
 
 
-def measure(stage, dtype):
+def measure(stage, dtype, low=False):
     context = parallel_state.initialize_model_parallel()
     before = set(storages())
     net = nn.Sequential(*(nn.Linear(64, 64) for _ in range(24))).to(dtype)
     numel = sum(p.numel() for p in net.parameters())
-    config = DistributedDataParallelConfig(data_parallel_sharding_strategy=STRATEGIES[stage])
+    config = DistributedDataParallelConfig(
+        data_parallel_sharding_strategy=STRATEGIES[stage],
+        main_grads_dtype="bf16" if low else "fp32",
+    )
+    moments = {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"} if low else {}
     wrapper = FullyShardedDataParallel if stage == 3 else DistributedDataParallel
     chunk = wrapper(None, config, net)
-    optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-3), [chunk])
+    optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-3, **moments), [chunk])
     for _ in range(2):
         chunk.zero_grad_buffer()
         chunk(torch.ones(2, 64, dtype=dtype)).float().sum().backward()
@@ -62,3 +66,16 @@ def test_bytes_per_parameter(stage, dtype, world_size):
     mean = sum(held for held, _ in results) / world_size
     whole, shared = TABLE[dtype][stage]
     assert mean == pytest.approx(whole + shared / world_size, rel=0.03)
+
+
+#: bf16 with bf16 gradients and moments: ZeRO-3 keeps its shard of gradients in fp32.
+LOW_TABLE = [(12, 0), (4, 8), (2, 10), (0, 12)]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("stage", range(4))
+def test_bytes_with_low_precision_state(stage):
+    results = run_distributed(measure, 2, stage, torch.bfloat16, True)
+    mean = sum(held for held, _ in results) / 2
+    whole, shared = LOW_TABLE[stage]
+    assert mean == pytest.approx(whole + shared / 2, rel=0.03)

@@ -11,8 +11,7 @@ from mcore.training.legacy_flags import LEGACY, refused_flags
 FLAGS = Path(__file__).parents[2] / "golden" / "flags.txt"
 #: Being built; to be taken out as they land.
 BEING_BUILT = {
-    "--optimizer-offload-fraction", "--main-grads-dtype", "--main-params-dtype",
-    "--exp-avg-dtype", "--exp-avg-sq-dtype", "--check-weight-hash-across-dp-replicas-interval",
+    "--check-weight-hash-across-dp-replicas-interval",
     "--full-validation", "--validation-set-names", "--memory-snapshot-path",
     "--straggler-ctrlr-port", "--straggler-minmax-count",
 }  # fmt: skip

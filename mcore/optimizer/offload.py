@@ -1,0 +1,101 @@
+"""Main parameters and moments of some parameters in host memory, and their update there.
+
+Gradients travel to pinned memory while the device updates its own parameters; updated parameters
+travel back while the host goes on. On the CPU everything is in host memory anyway and nothing is
+moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from mcore.device import HostTransfer, host_copy
+from mcore.optimizer.param_groups import OptimizedParam, ParamGroup
+
+
+class Rule(Protocol):
+    """What an update rule offers."""
+
+    step_count: int
+
+    @property
+    def param_groups(self) -> list[ParamGroup]:
+        """Groups of main parameters."""
+
+    def tensors_of(self, param: Tensor) -> dict[str, Tensor]:
+        """State of a parameter by the name that checkpoints use."""
+
+    def step_unless(self, skip: Tensor) -> None:
+        """Update parameters and state, or leave them as they are."""
+
+
+class OffloadedRule:
+    """One update rule on the device and one on the host, as a single one.
+
+    Args:
+        groups: parameter groups over all main parameters.
+        params: what is updated, those of the host marked.
+        build: makes a rule of groups.
+        device: where the model is.
+    """
+
+    def __init__(
+        self,
+        groups: list[ParamGroup],
+        params: Sequence[OptimizedParam],
+        build: Callable[[list[ParamGroup]], Rule],
+        device: torch.device,
+    ) -> None:
+        self._host_params = [item for item in params if item.is_offloaded]
+        mains = {id(item.main) for item in self._host_params}
+        self._on_device = build(_only(groups, lambda main: id(main) not in mains))
+        self._on_host = build(_only(groups, lambda main: id(main) in mains))
+        self._host_mains = mains
+        self._grads = {
+            id(item.main): host_copy(torch.zeros_like(item.main)) for item in self._host_params
+        }
+        self._transfer = HostTransfer(device)
+
+    @property
+    def param_groups(self) -> list[ParamGroup]:
+        """Groups of the device, then those of the host."""
+        return [*self._on_device.param_groups, *self._on_host.param_groups]
+
+    @property
+    def step_count(self) -> int:
+        """Updates so far."""
+        return max(self._on_device.step_count, self._on_host.step_count)
+
+    @step_count.setter
+    def step_count(self, value: int) -> None:
+        self._on_device.step_count = value
+        self._on_host.step_count = value
+
+    def tensors_of(self, param: Tensor) -> dict[str, Tensor]:
+        """State of a parameter by the name that checkpoints use."""
+        rule = self._on_host if id(param) in self._host_mains else self._on_device
+        return rule.tensors_of(param)
+
+    def take_gradient(self, item: OptimizedParam, grad: Tensor) -> None:
+        """Note the gradient of a parameter whose state is on the host; it travels in `step`."""
+        self._transfer.add(grad, self._grads[id(item.main)])
+        item.main.grad = self._grads[id(item.main)]
+
+    def step_unless(self, skip: Tensor) -> None:
+        """Update what is on the device while gradients travel, then what is on the host.
+
+        The host waits for its gradients and for `skip`.
+        """
+        self._transfer.start_to_host()
+        self._on_device.step_unless(skip)
+        self._transfer.wait_for_host()
+        self._on_host.step_unless(skip.cpu())
+        self._transfer.to_device([(item.main, item.part.data) for item in self._host_params])
+
+
+def _only(groups: list[ParamGroup], keep: Callable[[Tensor], bool]) -> list[ParamGroup]:
+    return [{**group, "params": [p for p in group["params"] if keep(p)]} for group in groups]
