@@ -98,7 +98,7 @@ class Adam(torch.optim.Adam):
                 )
                 adam(
                     batch,
-                    [param.grad for param in batch],
+                    [param.grad for param in batch if param.grad is not None],
                     first,
                     second,
                     [],
