@@ -53,7 +53,8 @@ test-gpu: env ## what needs CUDA
 	$(RUN_TESTS) -m gpu
 
 bench-cpu: env ## tokens per second; see benchmarks/README.md
-	$(BIN)/python -m benchmarks.training.run
+	$(BIN)/python benchmarks/training/run.py
+	$(BIN)/python benchmarks/pipeline/run.py
 
 # make schedule P=4 M=8 V=2
 P ?= 4

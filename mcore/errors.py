@@ -47,7 +47,7 @@ class ScheduleError(McoreError, RuntimeError):
 
 
 class LostPeerError(ScheduleError):
-    """Another rank of the pipeline died, or was silent for longer than the timeout."""
+    """Another rank died, or was silent for longer than the timeout."""
 
 
 class CheckpointError(McoreError, RuntimeError):

@@ -156,12 +156,11 @@ class P2PCommunicator:
         """A peer died or stands still: say which, and what it was to do."""
         ranks = self._group.ranks
         owed = [
-            f"{m.producer} (chunk {m.producer.chunk}, microbatch {m.producer.microbatch}) from "
-            f"pipeline rank {m.source} (global rank {ranks[m.source]})"
+            f"{_what(m)} from pipeline rank {m.source} (global rank {ranks[m.source]})"
             for m in batch.receives
         ]
         owed += [
-            f"the receipt of {m.producer} by pipeline rank {m.destination} (global rank "
+            f"the receipt of {_what(m)} by pipeline rank {m.destination} (global rank "
             f"{ranks[m.destination]})"
             for m in batch.sends
         ]
@@ -221,6 +220,11 @@ class P2PCommunicator:
             message: _read_header(header)
             for message, (header,) in zip(batch.receives, empty, strict=True)
         }
+
+
+def _what(message: Message) -> str:
+    action = message.producer
+    return f"{action} (chunk {action.chunk}, microbatch {action.microbatch})"
 
 
 def _write_header(payload: Payload) -> Tensor:

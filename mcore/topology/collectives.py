@@ -8,14 +8,15 @@ built from those.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mcore.errors import ShapeError
+from mcore.errors import LostPeerError, ShapeError
 from mcore.topology.group import Group
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -25,20 +26,61 @@ class _Work(Protocol):
     def wait(self) -> Any: ...
 
 
+#: How gloo says that a peer has ended or was silent for too long.
+_LOSSES = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited", "Timed out")
+
+
+def is_loss_of_peer(error: RuntimeError) -> bool:
+    """Whether communication failed since another rank ended or stands still."""
+    return any(text in str(error) for text in _LOSSES)
+
+
+@contextmanager
+def _naming_lost_peers(group: Group | None) -> Iterator[None]:
+    """Say among which ranks the one is that died or stands still."""
+    try:
+        yield
+    except RuntimeError as error:
+        if group is None or not is_loss_of_peer(error):
+            raise
+        others = [rank for rank in group.ranks if rank != group.global_rank]
+        which = f"rank {others[0]}" if len(others) == 1 else f"one of ranks {others}"
+        reason = str(error).split("\n", 1)[0].split(". ", 1)[0]
+        raise LostPeerError(
+            f"rank {group.global_rank} has lost {which} in a collective of group {group.name}: "
+            f"that process died or stands still ({reason})"
+        ) from error
+
+
 class Pending:
-    """A collective under way; `wait` gives its result."""
+    """A collective under way; `wait` gives its result.
 
-    __slots__ = ("_finish", "_works")
+    Args:
+        works: what has to end first.
+        finish: makes the result.
+        group: the ranks that take part; None where nothing is communicated.
+    """
 
-    def __init__(self, works: list[_Work], finish: Callable[[], Tensor]) -> None:
+    __slots__ = ("_finish", "_group", "_works")
+
+    def __init__(
+        self, works: list[_Work], finish: Callable[[], Tensor], group: Group | None = None
+    ) -> None:
         self._works = works
         self._finish = finish
+        self._group = group
 
     def wait(self) -> Tensor:
-        """Result of the collective; on CUDA the current stream waits, not the host."""
-        for work in self._works:
-            work.wait()
-        self._works = []
+        """Result of the collective; on CUDA the current stream waits, not the host.
+
+        Raises:
+            LostPeerError: a rank of the group is gone, or silent for longer than its timeout.
+        """
+        if self._works:
+            with _naming_lost_peers(self._group):
+                for work in self._works:
+                    work.wait()
+            self._works = []
         return self._finish()
 
 
@@ -56,7 +98,7 @@ def start_all_reduce_(x: Tensor, group: Group, op: str = "sum") -> Pending:
         return Pending([], lambda: x)
     work = dist.all_reduce(x, op=_OPS[op], group=group.handle, async_op=True)
     assert work is not None
-    return Pending([work], lambda: x)
+    return Pending([work], lambda: x, group)
 
 
 def all_reduce_(x: Tensor, group: Group, op: str = "sum") -> Tensor:
@@ -83,7 +125,7 @@ def start_all_gather_along_dim(x: Tensor, dim: int, group: Group) -> Pending:
         gathered[group.rank].copy_(x)
     else:
         works = [_all_gather_single(gathered, x, group)]
-    return Pending(works, lambda: _join(gathered, dim))
+    return Pending(works, lambda: _join(gathered, dim), group)
 
 
 def all_gather_along_dim(x: Tensor, dim: int, group: Group) -> Tensor:
@@ -111,11 +153,11 @@ def start_reduce_scatter_along_dim(x: Tensor, dim: int, group: Group) -> Pending
         received = slices[0].new_empty((group.size, *slices[0].shape))
         works = _exchange(slices, list(received), group)
         received[group.rank].copy_(slices[group.rank])
-        return Pending(works, lambda: _sum_in_rank_order(received))
+        return Pending(works, lambda: _sum_in_rank_order(received), group)
     output = torch.empty_like(slices[0])
     stacked = slices[0].new_empty((group.size, *slices[0].shape))
     torch.stack(slices, out=stacked)
-    return Pending([_reduce_scatter_single(output, stacked, group)], lambda: output)
+    return Pending([_reduce_scatter_single(output, stacked, group)], lambda: output, group)
 
 
 def reduce_scatter_along_dim(x: Tensor, dim: int, group: Group) -> Tensor:
@@ -138,10 +180,10 @@ def start_all_gather_into_(buffer: Tensor, group: Group) -> Pending:
     parts = list(buffer.view(group.size, -1))
     if _is_gloo(group):
         works = _exchange([parts[group.rank]] * group.size, parts, group)
-        return Pending(works, lambda: buffer)
+        return Pending(works, lambda: buffer, group)
     gather = dist.__dict__.get("all_gather_single") or dist.all_gather_into_tensor
     work = gather(buffer, parts[group.rank], group=group.handle, async_op=True)
-    return Pending([work], lambda: buffer)
+    return Pending([work], lambda: buffer, group)
 
 
 def start_reduce_scatter_into_(buffer: Tensor, group: Group) -> Pending:
@@ -169,23 +211,25 @@ def start_reduce_scatter_into_(buffer: Tensor, group: Group) -> Pending:
             own.copy_(_sum_in_rank_order(received))
             return own
 
-        return Pending(works, finish)
+        return Pending(works, finish, group)
     scatter = dist.__dict__.get("reduce_scatter_single") or dist.reduce_scatter_tensor
     work = scatter(own, buffer, group=group.handle, async_op=True)
-    return Pending([work], lambda: own)
+    return Pending([work], lambda: own, group)
 
 
 def broadcast_(x: Tensor, group: Group, src: int = 0) -> Tensor:
     """Overwrite `x` with the value of the member at position `src`, and return it."""
     if group.size > 1:
-        dist.broadcast(x, src=group.ranks[src], group=group.handle)
+        with _naming_lost_peers(group):
+            dist.broadcast(x, src=group.ranks[src], group=group.handle)
     return x
 
 
 def barrier(group: Group) -> None:
     """Wait until every member is here."""
     if group.size > 1:
-        dist.barrier(group=group.handle)
+        with _naming_lost_peers(group):
+            dist.barrier(group=group.handle)
 
 
 def all_gather_object(obj: Any, group: Group) -> list[Any]:
@@ -193,7 +237,8 @@ def all_gather_object(obj: Any, group: Group) -> list[Any]:
     if group.size == 1:
         return [obj]
     gathered: list[Any] = [None] * group.size
-    dist.all_gather_object(gathered, obj, group=group.handle)
+    with _naming_lost_peers(group):
+        dist.all_gather_object(gathered, obj, group=group.handle)
     return gathered
 
 
@@ -206,8 +251,9 @@ def _exchange(outgoing: list[Tensor], incoming: list[Tensor], group: Group) -> l
     works: list[_Work | None] = []
     for step in range(1, group.size):
         source, target = (group.rank - step) % group.size, (group.rank + step) % group.size
-        works.append(dist.irecv(incoming[source], src=group.ranks[source], group=group.handle))
-        works.append(dist.isend(outgoing[target], dst=group.ranks[target], group=group.handle))
+        with _naming_lost_peers(group):
+            works.append(dist.irecv(incoming[source], src=group.ranks[source], group=group.handle))
+            works.append(dist.isend(outgoing[target], dst=group.ranks[target], group=group.handle))
     return [work for work in works if work is not None]
 
 

@@ -96,7 +96,7 @@ def initialize(config: RunConfig, launch: Launch) -> Runtime:
     _choose_kernels(config.runtime.deterministic_mode)
     owns_world = launch.world_size > 1 and not dist.is_initialized()
     if owns_world:
-        dist.init_process_group(backend, timeout=timedelta(minutes=minutes))
+        _join_world(backend, timedelta(minutes=minutes))
     model, pipeline = config.model, plan_pipeline(config)
     ctx = parallel_state.initialize_model_parallel(
         model.tensor_model_parallel_size,
@@ -130,6 +130,24 @@ def _choose_kernels(deterministic: bool) -> None:
     torch.use_deterministic_algorithms(deterministic)
 
 
+def _join_world(backend: str, timeout: timedelta) -> None:
+    """Create the default group, under names of this attempt's own.
+
+    torchrun keeps one store for all attempts of an elastic job: without that, a restarted rank may
+    read the addresses of ranks that have ended, and fail to connect to them.
+    """
+    store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+    store.set_timeout(timeout)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    dist.init_process_group(
+        backend,
+        store=dist.PrefixStore(f"attempt {attempt} of {size} ranks", store),
+        rank=rank,
+        world_size=size,
+        timeout=timeout,
+    )
+
+
 def seed_everything(seed: int, ctx: ParallelContext) -> None:
     """Seed Python, NumPy and torch, for users' own layers; mcore's own numbers need none of it.
 
@@ -147,12 +165,6 @@ def finish(runtime: Runtime) -> None:
     parallel_state.destroy_model_parallel()
     if runtime.owns_world:
         dist.destroy_process_group()
-
-
-def is_loss_of_peer(error: RuntimeError) -> bool:
-    """Whether a collective failed since another rank ended or stands still."""
-    lost = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited", "Timed out")
-    return any(text in str(error) for text in lost)
 
 
 def leave_now(code: int) -> None:

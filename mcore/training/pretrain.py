@@ -13,6 +13,7 @@ from mcore.errors import CheckpointError, LostPeerError, McoreError
 from mcore.log import get_logger, report_error, warn_ignored
 from mcore.pipeline_parallel.executor import ForwardStepFunc
 from mcore.tokenizers import build_tokenizer
+from mcore.topology.collectives import is_loss_of_peer
 from mcore.training import checkpointing
 from mcore.training.arguments import ExtraArguments, read
 from mcore.training.checkpoint_writer import CheckpointWriter
@@ -22,7 +23,6 @@ from mcore.training.initialize import (
     Runtime,
     finish,
     initialize,
-    is_loss_of_peer,
     leave_now,
     read_launch,
 )

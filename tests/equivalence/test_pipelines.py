@@ -2,9 +2,14 @@
 
 import itertools
 import json
+import random
+import time
 
 import pytest
 
+from mcore import parallel_state
+from mcore.training.pretrain import Providers
+from pretrain_gpt import datasets_provider, forward_step, model_provider
 from tests.equivalence.program import (
     SINGLE,
     Layout,
@@ -108,6 +113,57 @@ def test_every_split_equals_the_reference(families, case, m):
     family = families("gpt2_8layers")
     flags = [*family.command(12 // m), *DEEP[case].split()]
     assert_equals_reference(train(flags, Layout(pp=4)), family.reference)
+
+
+#: Plans of one's own, two ranks and four microbatches: some backwards split and others not.
+FILES = {
+    "usual": """
+# any order that simulates
+F0.0 F0.1 B0.0 F0.2 B0.1 F0.3 W0.1 B0.2 B0.3 W0.3
+F0.0,F0.1,B0.0,B0.1,W0.1,F0.2,B0.2,F0.3,B0.3,W0.3
+""",
+    "v": """
+placement: v
+F0.0 F0.1 F1.0 B1.0 F0.2 F1.1 B1.1 B0.0 F0.3 F1.2 B1.2 B0.1 F1.3 B1.3 B0.2 B0.3
+F0.0 F1.0 F0.1 F1.1 B1.0 B0.0 F0.2 F1.2 B1.1 B0.1 F0.3 F1.3 B1.2 B0.2 B1.3 B0.3
+""",
+}
+
+
+@pytest.mark.golden
+@pytest.mark.dist
+@pytest.mark.parametrize("case", ["usual", pytest.param("v", marks=full)])
+def test_a_schedule_from_a_file_equals_the_reference(families, tmp_path, case):
+    path = tmp_path / "plans.txt"
+    path.write_text(FILES[case])
+    family = families("gpt2")
+    words = f"--pipeline-schedule file:{path}"
+    if case == "v":
+        words += " --num-virtual-stages-per-pipeline-rank 2"
+    records = train([*family.command(2), *words.split()], Layout(pp=2))
+    assert_equals_reference(records, family.reference)
+
+
+SLEEPS = random.Random(17)
+
+
+def stumbling_forward_step(data_iterator, model):
+    """Every rank is held up now and then, the later ones for longer."""
+    rank = parallel_state.get_pipeline_model_parallel_rank()
+    time.sleep(SLEEPS.choice([0.0, 0.0, 0.0, 0.01]) * rank)
+    return forward_step(data_iterator, model)
+
+
+@pytest.mark.golden
+@pytest.mark.dist
+@pytest.mark.parametrize("m", [4, pytest.param(12, marks=full)])
+@pytest.mark.parametrize("case", ["interleaved", pytest.param("zb-v", marks=full)])
+def test_ranks_of_different_speeds_neither_hang_nor_change_a_number(families, case, m):
+    family = families("gpt2_8layers")
+    words = [*family.command(12 // m), *DEEP[case].split()]
+    providers = Providers(datasets_provider, model_provider, stumbling_forward_step)
+    records = train(words, Layout(pp=4), providers=providers)
+    assert_equals_reference(records, family.reference)
 
 
 #: Against our own run in one process, with dropout and evaluations on the way.

@@ -152,6 +152,26 @@ def test_b_runs_no_weight_product_and_w_exactly_those(name, fused, recompute):
             assert unsplit[action] == (2 * linears + again, linears)
 
 
+@pytest.mark.parametrize("name", ["zb-h1", "zb-v"])
+def test_a_head_fused_with_the_loss_keeps_its_own_weight_product_in_b(name):
+    """It costs one product more to split it than there is to gain; see ADR 3."""
+    num_chunks = 2 if name == "zb-v" else 1
+    options = {"cross_entropy_loss_fusion": True}
+    whole = Schedule(name="no-pipelining", num_chunks=num_chunks)
+    wanted, _ = gradients(build(num_chunks, True, **options), whole)
+    got, counts = gradients(
+        build(num_chunks, True, **options), Schedule(name=name, num_chunks=num_chunks)
+    )
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6)
+    layers = 4 * LAYERS // num_chunks
+    for action, counted in counts.items():
+        has_head = action.chunk == num_chunks - 1
+        if action.kind is Kind.WEIGHT:
+            assert counted == (layers, layers)
+        elif action.kind is Kind.BACKWARD:  # the logits anew, and the two products with them
+            assert counted == (layers + 3 * has_head, has_head)
+
+
 def test_a_weight_without_main_grad_gets_its_grad():
     chunks = build(1, False, wrap=lambda _, module: module)
     results = []
