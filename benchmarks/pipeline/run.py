@@ -33,7 +33,9 @@ def run(options: argparse.Namespace) -> dict:
             MASTER_PORT=str(port),
             OMP_NUM_THREADS="1",
             BENCHMARK_ROWS=options.schedules,
-            BENCHMARK=f"{options.size},{options.steps}",
+            BENCHMARK_SIZE=options.size,
+            BENCHMARK_STEPS=str(options.steps),
+            BENCHMARK_PAUSE=str(options.pause),
             BENCHMARK_RECORD=str(record),
             PYTHONPATH=str(HERE.parents[1]),
             PYTHONWARNINGS="ignore",
@@ -58,6 +60,7 @@ def main() -> None:
     parser.add_argument("--schedules", default="gpipe,1f1b,interleaved-1f1b,zb-h1,zb-v")
     parser.add_argument("--size", default="small")
     parser.add_argument("--steps", type=int, default=10, help="timed steps of a row")
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds before every step")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds that all may take")
     options = parser.parse_args()
     results = run(options)

@@ -44,7 +44,7 @@ class Work:
 
 WORK = {
     "tiny": Work(2, 32, 2, 16, 1, 8),
-    "small": Work(4, 320, 5, 256, 2, 8),
+    "small": Work(6, 192, 6, 256, 2, 8),
 }
 
 

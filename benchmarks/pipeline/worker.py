@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from stages import WORK, Work
 
-WARMUP = 2
+WARMUP = 1
 
 
 def gradient_norm(row: Any) -> float:
@@ -40,22 +40,20 @@ def message_seconds(work: Work, rank: int, times: int = 20) -> float:
     return float(shared)
 
 
-def main() -> None:
-    names, size, steps = (
-        os.environ["BENCHMARK_ROWS"].split(","),
-        *os.environ["BENCHMARK"].split(","),
-    )
-    work = WORK[size]
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
-    rank, world = dist.get_rank(), dist.get_world_size()
+def build_rows(work: Work, rank: int, world: int) -> dict[str, Any]:
     rows: dict[str, Any] = {}
-    for name in names:
+    for name in os.environ["BENCHMARK_ROWS"].split(","):
         rows[f"mcore {name}"] = rows_mcore.Row(name, work, rank, world)
         rows[f"torch {name}"] = rows_torch.Row(name, work, rank, world)
+    return rows
+
+
+def time_rows(rows: dict[str, Any], steps: int, pause: float) -> dict[str, list[float]]:
+    """Seconds of each step between barriers; the rows take turns, so that drift hits all alike."""
     seconds: dict[str, list[float]] = {label: [] for label in rows}
-    for step in range(WARMUP + int(steps)):
+    for step in range(WARMUP + steps):
         for label, row in rows.items():
+            time.sleep(pause)
             if step == WARMUP and isinstance(row, rows_mcore.Row):
                 row.start_measuring()
             dist.barrier()
@@ -64,6 +62,17 @@ def main() -> None:
             dist.barrier()
             if step >= WARMUP:
                 seconds[label].append(time.perf_counter() - start)
+    return seconds
+
+
+def main() -> None:
+    work = WORK[os.environ["BENCHMARK_SIZE"]]
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    rank, world = dist.get_rank(), dist.get_world_size()
+    rows = build_rows(work, rank, world)
+    steps, pause = int(os.environ["BENCHMARK_STEPS"]), float(os.environ["BENCHMARK_PAUSE"])
+    seconds = time_rows(rows, steps, pause)
     communication = message_seconds(work, rank)
     results = []
     for label, row in rows.items():
