@@ -217,7 +217,8 @@ def test_an_elastic_restart_goes_on_from_the_last_checkpoint(corpus, tmp_path):
     for folder in folders:
         assert (folder / "marker").exists()
         assert without_rates(read_records(folder / "records.jsonl")) == without_rates(straight)
-    resumed = train(command(corpus, 12, curve, f"--load {folders[0] / 'save'}"))
+    longer = f"--load {folders[0] / 'save'} --override-opt-param-scheduler"
+    resumed = train(command(corpus, 12, curve, longer))
     assert [record["iteration"] for record in resumed] == [9, 10, 11, 12]
     whole = train(command(corpus, 12, curve))
     assert largest_difference(resumed, whole[8:]) <= 1e-5

@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from mcore.training.pretrain import Providers
 from pretrain_gpt import datasets_provider, forward_step, model_provider
 from tests.equivalence.program import Layout, train_and_inspect
-from tests.equivalence.tiny import command
+from tests.equivalence.tiny import SEQUENCE, command
 
 
 class Meter:
@@ -91,6 +91,9 @@ def test_peak_activations_of_1f1b_do_not_grow_with_the_batch_and_those_of_gpipe_
     all_few = peaks(corpus, layout, 4, "--pipeline-schedule gpipe")
     all_many = peaks(corpus, layout, 16, "--pipeline-schedule gpipe")
     print(f"bytes by rank: m = 1 {one}; 1f1b {few} {many}; gpipe {all_few} {all_many}")
+    heads, hidden = 4, 32  # of `command`; norms and attention keep 4 + heads numbers a row
+    layer = 4 * SEQUENCE * (16 * hidden + heads + 4)
+    assert all(saved == layer * 4 // pp for saved in one[1:-1])
     for rank in range(pp):
         assert many[rank] == pytest.approx(few[rank], rel=0.05)
         assert few[rank] == pytest.approx((pp - rank) * one[rank], rel=0.05)
