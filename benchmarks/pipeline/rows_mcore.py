@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from statistics import mean, median
 
 import torch
-from stages import Stage, Work, loss_of
-from torch import Tensor
+from stages import MakeLinear, Stage, Work, loss_of
+from torch import Tensor, nn
 
 from mcore import parallel_state
 from mcore.pipeline_parallel import (
@@ -38,7 +38,7 @@ SCHEDULES = {
 
 
 class Linear(ColumnParallelLinear):
-    """mcore's linear layer, called as torch's."""
+    """mcore's linear layer, which splits its backward, called as torch's."""
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         return super().forward(x)[0]
@@ -74,9 +74,10 @@ class Row:
             stage_placement=placement,
         )
         self.timer = Timer()
+        linear: MakeLinear = Linear if self.schedule.splits_backward else nn.Linear
         with parallel_state.use_context(self.context):
             self.chunks = [
-                Stage(work, work.blocks // chunks, placement.stage(rank, chunk), Linear)
+                Stage(work, work.blocks // chunks, placement.stage(rank, chunk), linear)
                 for chunk in range(chunks)
             ]
         self.params = [param for chunk in self.chunks for param in chunk.parameters()]
@@ -117,7 +118,12 @@ class Row:
             times = [t for rank in everyone for (k, _), t in rank.items() if k is kind]
             return mean(times) if times else 0.0
 
-        costs = Costs(*map(cost, (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT)), communication)
+        costs = Costs(
+            forward=cost(Kind.FORWARD),
+            backward=cost(Kind.BACKWARD),
+            weight=cost(Kind.WEIGHT),
+            communication=communication,
+        )
         pipeline = build_pipeline(self.schedule, self.world, self.work.microbatches)
         simulation = simulate(pipeline.plans, pipeline.placement, costs, pipeline.programs)
         return costs, simulation.step_time

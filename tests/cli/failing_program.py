@@ -57,9 +57,11 @@ class Corrupt:
 def main():
     what, rank, count, marker, seconds, *flags = sys.argv[1:]
     misfortune = Misfortune(rank, count, marker)
-    initialize.timedelta = parallel_state.timedelta = lambda minutes: timedelta(
-        seconds=minutes * float(seconds)
-    )
+
+    def of_short_minutes(minutes):
+        return timedelta(seconds=minutes * float(seconds))
+
+    initialize.timedelta = parallel_state.timedelta = of_short_minutes
 
     def forward_step(data_iterator, model):
         if what != "data" and misfortune.is_due():
