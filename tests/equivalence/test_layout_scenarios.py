@@ -146,11 +146,14 @@ def test_interleaving_with_uneven_ends(corpus, tmp_path, layers, flags):
 
 
 def assert_same_bits(first, second):
-    one, two = read_tensors(first), read_tensors(second)
+    one, two = weights(first), weights(second)
     assert one.keys() == two.keys()
     for name, tensor in one.items():
-        if name.startswith("model."):
-            assert torch.equal(tensor, two[name]), name
+        assert torch.equal(tensor, two[name]), name
+
+
+def weights(root):
+    return {name: t for name, t in read_tensors(root).items() if name.startswith("model.")}
 
 
 @pytest.mark.parametrize(
@@ -165,8 +168,7 @@ def test_initial_weights_are_those_of_one_process(corpus, tmp_path, layout):
     sharded = "--use-distributed-optimizer" if layout.dp > 1 else ""
     train(command(corpus, 1, f"{still}/two", sharded), layout)
     assert_same_bits(tmp_path / "one", tmp_path / "two")
-    tensors = read_tensors(tmp_path / "one")
-    kernels = [t for n, t in tensors.items() if n.startswith("model.") and n.endswith("fc1.weight")]
+    kernels = [t for n, t in weights(tmp_path / "one").items() if n.endswith("fc1.weight")]
     assert all(not torch.equal(kernels[0], other) for other in kernels[1:])
 
 
