@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -78,6 +80,20 @@ def seed_rng(seed: int) -> None:
 def allocated_bytes(device: torch.device) -> int | None:
     """Peak bytes that tensors took on a GPU; None on the CPU, where torch does not count them."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most bytes held so far: of tensors on a GPU, of the whole process on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    # Linux counts in KiB, macOS in bytes.
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def how_peak_is_measured(device: torch.device) -> str:
+    """What `peak_bytes` counts, in words."""
+    return "allocated on the GPU" if device.type == "cuda" else "growth of the process"
 
 
 def is_on_host(x: Tensor) -> bool:

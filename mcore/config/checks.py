@@ -333,6 +333,20 @@ def _main_grads(config: RunConfig, world_size: int) -> str | None:
     )
 
 
+def _replicas(config: RunConfig, world_size: int) -> str | None:
+    del world_size
+    interval = config.training.check_weight_hash_across_dp_replicas_interval
+    options = config.ddp
+    if interval is None or options.sharding_stage < 3:
+        return None
+    if options.num_distributed_optimizer_instances > 1:
+        return None
+    return (
+        "--check-weight-hash-across-dp-replicas-interval: with optim_grads_params no parameter has "
+        "a replica to compare with; drop it, or use --num-distributed-optimizer-instances"
+    )
+
+
 def _instances(config: RunConfig, world_size: int) -> str | None:
     model, instances = config.model, config.ddp.num_distributed_optimizer_instances
     others = model.tensor_model_parallel_size * model.pipeline_model_parallel_size
@@ -373,6 +387,7 @@ CHECKS: tuple[Check, ...] = (
     _tokenizer,
     _precision,
     _main_grads,
+    _replicas,
     _instances,
     _save,
 )

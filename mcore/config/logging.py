@@ -24,6 +24,9 @@ class LoggingConfig:
     tensorboard_queue_size: int = flag(
         1000, help="TensorBoard points that may wait in memory before they are written."
     )
+    log_memory: bool = flag(
+        False, help="Log the memory that was measured in a run's second step beside the predicted."
+    )
     metrics_jsonl: str | None = flag(
         None,
         metavar="FILE",

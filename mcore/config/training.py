@@ -62,6 +62,11 @@ class TrainingConfig:
         "parameter. Off = such updates are left out and counted. No effect with a dynamic loss "
         "scale, which lives on overflows.",
     )
+    check_weight_hash_across_dp_replicas_interval: int | None = flag(
+        None,
+        help="Iterations between comparisons of the parameters' bits over data-parallel ranks; the "
+        "run ends where they differ. Never when absent.",
+    )
     exit_interval: int | None = flag(
         None,
         help="Save and exit with code 0 once the iteration is a multiple of this; --train-iters "
@@ -84,6 +89,7 @@ class TrainingConfig:
             "seq_length",
             "max_tokens_per_microbatch",
             "exit_interval",
+            "check_weight_hash_across_dp_replicas_interval",
             "seed",
         )
         if self.train_iters is not None and self.train_samples is not None:

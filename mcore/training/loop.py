@@ -18,6 +18,8 @@ from mcore.training.checkpoint_writer import CheckpointWriter
 from mcore.training.garbage import collect_if_due
 from mcore.training.initialize import Runtime
 from mcore.training.logging import RunLog
+from mcore.training.memory_watch import MemoryWatch
+from mcore.training.replica_check import check_replicas
 from mcore.training.setup import TrainState
 from mcore.training.step import StepFunctions, settle
 from mcore.training.token_budget import TokenBudgetLoader
@@ -36,6 +38,7 @@ class Run:
         datasets: training, validation and test.
         log: writes what happens.
         writer: writes checkpoints.
+        memory: tells predicted and measured memory.
     """
 
     config: RunConfig
@@ -46,6 +49,7 @@ class Run:
     datasets: Datasets
     log: RunLog
     writer: CheckpointWriter
+    memory: MemoryWatch
     _evaluated_at: int | None = None
 
     def train(self) -> None:
@@ -60,6 +64,9 @@ class Run:
             while state.iteration < self.resolved.train_iters:
                 outcome = self.steps.train(state, streams)
                 self.log.step(state, outcome)
+                self.memory.after_step()
+                if self._replica_check_is_due():
+                    check_replicas(state.chunks, self.runtime.ctx, state.iteration)
                 self.writer.poll()
                 collect_if_due(self.config.runtime, state.iteration)
                 if self._evaluation_is_due():
@@ -162,6 +169,10 @@ class Run:
 
     def _evaluation_is_due(self) -> bool:
         return self.state.iteration % self.config.evaluation.eval_interval == 0
+
+    def _replica_check_is_due(self) -> bool:
+        interval = self.config.training.check_weight_hash_across_dp_replicas_interval
+        return interval is not None and self.state.iteration % interval == 0
 
     def _exit_is_due(self) -> bool:
         interval = self.config.training.exit_interval

@@ -28,6 +28,7 @@ from mcore.training.initialize import (
 )
 from mcore.training.logging import RunLog
 from mcore.training.loop import Run
+from mcore.training.memory_watch import MemoryWatch
 from mcore.training.pipeline_profile import PipelineProfile
 from mcore.training.prepare import Prepared, prepare
 from mcore.training.setup import (
@@ -134,7 +135,9 @@ def run(prepared: Prepared, launch: Launch, providers: Providers) -> TrainState:
     sizes = data_sizes(config, resolved)
     datasets = providers.datasets(config, sizes)
     check_datasets(datasets, sizes, config)
+    memory = MemoryWatch(config, launch.world_size, runtime)
     state = build_state(config, resolved, runtime, providers.model)
+    memory.tell_prediction(state.chunks)
     if prepared.loads:
         checkpointing.load(state, config, runtime.ctx)
     if state.iteration > resolved.train_iters:
@@ -159,7 +162,7 @@ def run(prepared: Prepared, launch: Launch, providers: Providers) -> TrainState:
         looks_for_nan=config.looks_for_nan,
     )
     writer = CheckpointWriter(config.checkpoint)
-    training = Run(config, resolved, runtime, state, steps, datasets, log, writer)
+    training = Run(config, resolved, runtime, state, steps, datasets, log, writer, memory)
     try:
         if not config.training.skip_train:
             with garbage_collection(config.runtime):

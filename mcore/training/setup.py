@@ -131,6 +131,13 @@ def build_state(
         config, runtime.ctx, [model_provider(config, stage).to(runtime.device) for stage in stages]
     )
     report_parameters(chunks, runtime.ctx)
+    if (
+        config.training.check_weight_hash_across_dp_replicas_interval
+        and runtime.ctx.dp_cp.size == 1
+    ):
+        warn_ignored(
+            "--check-weight-hash-across-dp-replicas-interval", "there is one data-parallel rank"
+        )
     if config.optimizer.optimizer_cpu_offload and runtime.device.type == "cpu":
         warn_ignored("--optimizer-cpu-offload", "the device is the CPU, so all is in host memory")
     optimizer = get_megatron_optimizer(config.optimizer, chunks, context=runtime.ctx)

@@ -114,3 +114,11 @@ def test_an_unknown_vocabulary_is_refused(corpus):
     config = replace(config, tokenizer=TokenizerConfig())
     with pytest.raises(ConfigError, match="vocabulary"):
         predict_memory(config, 1)
+
+
+def test_the_log_tells_prediction_and_measure(corpus, capsys):
+    train_and_inspect([*command(corpus, 3), "--log-memory"], SINGLE)
+    told = capsys.readouterr().out
+    assert "predicted memory of a rank, MiB:" in told
+    assert "memory of pipeline rank 0 after 2 steps, MiB: " in told
+    assert "(growth of the process); predicted " in told

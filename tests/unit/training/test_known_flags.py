@@ -11,7 +11,6 @@ from mcore.training.legacy_flags import LEGACY, refused_flags
 FLAGS = Path(__file__).parents[2] / "golden" / "flags.txt"
 #: Being built; to be taken out as they land.
 BEING_BUILT = {
-    "--check-weight-hash-across-dp-replicas-interval",
     "--full-validation", "--validation-set-names", "--memory-snapshot-path",
     "--straggler-ctrlr-port", "--straggler-minmax-count",
 }  # fmt: skip
