@@ -37,7 +37,8 @@ DTYPE_NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+#: The other way round.
+DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors")
 _CHECKSUM = b',\n"sha256": "'
 
@@ -240,7 +241,7 @@ class _Decoder:
     def tensor(self, key: str, value: Any, files: Mapping[str, FileRecord]) -> TensorRecord:
         if not isinstance(value, dict) or not isinstance(value.get("chunks"), list):
             self.fail(f"the record of tensor {key} is incomplete")
-        dtype = _DTYPES.get(str(value.get("dtype")))
+        dtype = DTYPES.get(str(value.get("dtype")))
         if dtype is None:
             self.fail(f"tensor {key} has the unknown element type {value.get('dtype')!r}")
         shape = self.naturals(value.get("shape"), f"shape of {key}")

@@ -170,32 +170,45 @@ class ShardReader:
             with self._open(name):
                 pass
 
-    def read(self, chunks: Iterable[ChunkRecord]) -> Iterator[tuple[ChunkRecord, Tensor]]:
+    def read(
+        self, chunks: Iterable[ChunkRecord], targets: Mapping[ChunkRecord, Tensor] | None = None
+    ) -> Iterator[tuple[ChunkRecord, Tensor]]:
         """Read boxes, file by file.
 
+        Args:
+            chunks: which.
+            targets: where the bytes of some of them are to come to lie: 1-D uint8 tensors.
+
         Yields:
-            Each box with its bytes, a 1-D uint8 tensor that is valid until the next is asked for.
+            Each box with its bytes, a 1-D uint8 tensor: its target, or a buffer that is valid until
+            the next box is asked for.
 
         Raises:
             DamagedCheckpointError: a file is absent, has another size or other bytes than recorded.
         """
+        targets = targets or {}
         ordered = sorted(chunks, key=lambda chunk: (chunk.file, chunk.start))
         with ThreadPoolExecutor(_READERS) as executor:
             for name, of_file in itertools.groupby(ordered, key=lambda chunk: chunk.file):
                 with self._open(name) as descriptor:
-                    yield from self._read_ahead(executor, descriptor, list(of_file))
+                    pairs = [(chunk, targets.get(chunk)) for chunk in of_file]
+                    yield from self._read_ahead(executor, descriptor, pairs)
 
     def _read_ahead(
-        self, executor: ThreadPoolExecutor, descriptor: int, chunks: list[ChunkRecord]
+        self,
+        executor: ThreadPoolExecutor,
+        descriptor: int,
+        pairs: list[tuple[ChunkRecord, Tensor | None]],
     ) -> Iterator[tuple[ChunkRecord, Tensor]]:
         pending: deque[tuple[ChunkRecord, Future[Tensor]]] = deque()
         try:
-            for i, chunk in enumerate(chunks):
+            for i, (chunk, target) in enumerate(pairs):
                 slot = i % len(self._buffers)
-                pending.append((chunk, executor.submit(self._fetch, descriptor, chunk, slot)))
+                future = executor.submit(self._fetch, descriptor, chunk, slot, target)
+                pending.append((chunk, future))
                 if len(pending) == len(self._buffers):
-                    done, future = pending.popleft()
-                    yield done, future.result()
+                    done, first = pending.popleft()
+                    yield done, first.result()
             for done, future in pending:
                 yield done, future.result()
         finally:
@@ -220,10 +233,14 @@ class ShardReader:
         finally:
             os.close(descriptor)
 
-    def _fetch(self, descriptor: int, chunk: ChunkRecord, slot: int) -> Tensor:
-        if self._buffers[slot].numel() < chunk.nbytes:
-            self._buffers[slot] = torch.empty(chunk.nbytes, dtype=torch.uint8, device="cpu")
-        data = self._buffers[slot][: chunk.nbytes]
+    def _fetch(
+        self, descriptor: int, chunk: ChunkRecord, slot: int, target: Tensor | None
+    ) -> Tensor:
+        if target is None:
+            if self._buffers[slot].numel() < chunk.nbytes:
+                self._buffers[slot] = torch.empty(chunk.nbytes, dtype=torch.uint8, device="cpu")
+            target = self._buffers[slot]
+        data = target[: chunk.nbytes]
         view = byte_view(data)
         path = self._directory / chunk.file
         done = 0

@@ -191,10 +191,15 @@ class ShardLoader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Copy the boxes into place, one at a time."""
+        """Bring the boxes into place, one at a time."""
         items = self._by_chunk(plan)
-        for chunk, data in self._reader.read(items):
-            for item in items[chunk]:
+        direct = {
+            chunk: place
+            for chunk, wanted in items.items()
+            if (place := self._place(chunk, wanted, planner)) is not None
+        }
+        for chunk, data in self._reader.read(items, direct):
+            for item in () if chunk in direct else items[chunk]:
                 dtype = self._metadata.tensors[item.storage_index.fqn].dtype
                 box = data.view(dtype).view(chunk.sizes)
                 for dim, (start, length) in enumerate(
@@ -207,6 +212,17 @@ class ShardLoader(StorageReader):
         future: Future[None] = Future()
         future.set_result(None)
         return future
+
+    def _place(
+        self, chunk: ChunkRecord, items: list[ReadItem], planner: LoadPlanner
+    ) -> torch.Tensor | None:
+        """Memory that is wanted to hold just the bytes of a box; None where they must be copied."""
+        if len(items) != 1 or tuple(items[0].lengths) != chunk.sizes:
+            return None
+        target = planner.resolve_tensor(items[0]).detach()
+        dtype = self._metadata.tensors[items[0].storage_index.fqn].dtype
+        fits = target.dtype == dtype and target.device.type == "cpu" and target.is_contiguous()
+        return target.reshape(-1).view(torch.uint8) if fits and target.numel() else None
 
     def _by_chunk(self, plan: LoadPlan) -> dict[ChunkRecord, list[ReadItem]]:
         items: dict[ChunkRecord, list[ReadItem]] = {}

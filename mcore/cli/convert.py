@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import math
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any, TypeAlias
+
+from torch import Tensor
 
 from mcore.checkpoint import complete_iterations, latest_iteration
 from mcore.convert import (
@@ -13,6 +18,7 @@ from mcore.convert import (
     save_model_state,
     state_to_hf,
 )
+from mcore.convert.deepspeed import read_hf_deepspeed, read_megatron_deepspeed
 from mcore.convert.hf_tokenizer import FOLDER as TOKENIZER_FOLDER
 from mcore.convert.hf_tokenizer import copy_tokenizer, tokenizer_options
 from mcore.convert.logits import largest_logit_difference
@@ -20,48 +26,66 @@ from mcore.convert.megatron_dist import is_torch_dist, read_torch_dist
 from mcore.convert.megatron_legacy import read_legacy, write_legacy
 from mcore.errors import CheckpointError, ConfigError
 
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+Run: TypeAlias = Callable[[argparse.Namespace], int]
 
-def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+
+def register(subparsers: Commands) -> None:
     """Add the command and its sub-commands."""
     parser = subparsers.add_parser(
         "convert", help="models of other programs in and out", allow_abbrev=False
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    _register_import(commands)
-    _register_export(commands)
-    _register_megatron(commands)
+    _register_imports(commands)
+    _register_exports(commands)
 
 
-def _register_import(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
-        "hf-to-mcore",
-        help="a Hugging Face model (GPT-2, Llama, Mistral, Qwen2, Qwen3) becomes iteration 0 of a "
-        "checkpoint",
-        description="The result holds the model and its options, no optimizer state: train from it "
-        "with --load DIR --use-checkpoint-args --finetune.",
-        allow_abbrev=False,
+def _register_imports(commands: Commands) -> None:
+    parser = _importer(
+        commands,
+        hf_to_mcore,
+        "a Hugging Face model (GPT-2, Llama, Mistral, Qwen2, Qwen3)",
+        "The result holds the model and its options, no optimizer state: train from it with "
+        "--load DIR --use-checkpoint-args --finetune.",
     )
     parser.add_argument("--hf", required=True, metavar="DIR", help="config.json and safetensors")
-    parser.add_argument("--save", required=True, metavar="DIR", help="save root to write")
     _add_comparison(parser)
+    parser = _importer(
+        commands,
+        megatron_to_mcore,
+        "a Megatron-LM checkpoint (torch or torch_dist)",
+        "Reads the model's weights of any layout; nothing in the pickles is run.",
+    )
+    parser.add_argument(
+        "--megatron", required=True, metavar="DIR", help="save root, or one iteration's folder"
+    )
+    _add_vocab_size(parser)
+    parser = _importer(
+        commands,
+        deepspeed_to_mcore,
+        "a DeepSpeed checkpoint (ZeRO 0 to 3) of Megatron-DeepSpeed or a Hugging Face model",
+        "Reads the weights in fp32, of any number of ranks, without DeepSpeed; nothing in the "
+        "pickles is run.",
+    )
+    parser.add_argument(
+        "--deepspeed", required=True, metavar="DIR", help="save root, or one step's folder"
+    )
+    parser.add_argument(
+        "--hf-config", metavar="FILE", help="config.json, where the model is a Hugging Face one"
+    )
+    _add_vocab_size(parser)
+
+
+def _importer(commands: Commands, run: Run, what: str, description: str) -> argparse.ArgumentParser:
+    parser = _command(commands, run, f"{what} becomes iteration 0 of a checkpoint", description)
+    parser.add_argument("--save", required=True, metavar="DIR", help="save root to write")
     _add_overwrite(parser)
-    parser.set_defaults(run=hf_to_mcore)
+    return parser
 
 
-def _register_export(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
-        "mcore-to-hf",
-        help="the model of a checkpoint becomes a Hugging Face folder",
-        description="Reads a checkpoint of any layout and writes config.json and safetensors.",
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "--load", required=True, metavar="DIR", help="save root, or directory of one iteration"
-    )
+def _register_exports(commands: Commands) -> None:
+    parser = _exporter(commands, mcore_to_hf, "a Hugging Face folder, config.json and safetensors")
     parser.add_argument("--hf", required=True, metavar="DIR", help="folder to write")
-    parser.add_argument(
-        "--ckpt-step", type=int, help="iteration to read; the pointer file's when absent"
-    )
     parser.add_argument(
         "--model-type",
         metavar="NAME",
@@ -69,40 +93,8 @@ def _register_export(commands: argparse._SubParsersAction[argparse.ArgumentParse
     )
     _add_comparison(parser)
     _add_overwrite(parser)
-    parser.set_defaults(run=mcore_to_hf)
-
-
-def _register_megatron(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
-        "megatron-to-mcore",
-        help="a Megatron-LM checkpoint (torch or torch_dist) becomes iteration 0 of a checkpoint",
-        description="Reads the model's weights of any layout; nothing in the pickles is run.",
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "--megatron", required=True, metavar="DIR", help="save root, or one iteration's folder"
-    )
-    parser.add_argument("--save", required=True, metavar="DIR", help="save root to write")
-    parser.add_argument(
-        "--vocab-size",
-        type=int,
-        metavar="N",
-        help="token ids that exist; the checkpoint's, or its padded number, when absent",
-    )
-    _add_overwrite(parser)
-    parser.set_defaults(run=megatron_to_mcore)
-    parser = commands.add_parser(
-        "mcore-to-megatron",
-        help="the model of a checkpoint becomes a Megatron-LM checkpoint (torch)",
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "--load", required=True, metavar="DIR", help="save root, or directory of one iteration"
-    )
+    parser = _exporter(commands, mcore_to_megatron, "a Megatron-LM checkpoint (torch)")
     parser.add_argument("--megatron", required=True, metavar="DIR", help="save root to write")
-    parser.add_argument(
-        "--ckpt-step", type=int, help="iteration to read; the pointer file's when absent"
-    )
     parser.add_argument(
         "--tensor-model-parallel-size", type=int, default=1, metavar="N", help="default: 1"
     )
@@ -119,7 +111,27 @@ def _register_megatron(commands: argparse._SubParsersAction[argparse.ArgumentPar
     parser.add_argument(
         "--fused-norms", action="store_true", help="names of transformer-engine for the norms"
     )
-    parser.set_defaults(run=mcore_to_megatron)
+
+
+def _exporter(commands: Commands, run: Run, what: str) -> argparse.ArgumentParser:
+    about = f"the model of a checkpoint of any layout becomes {what}"
+    parser = _command(commands, run, about, f"{about[0].upper()}{about[1:]}.")
+    parser.add_argument(
+        "--load", required=True, metavar="DIR", help="save root, or directory of one iteration"
+    )
+    parser.add_argument(
+        "--ckpt-step", type=int, help="iteration to read; the pointer file's when absent"
+    )
+    return parser
+
+
+def _command(commands: Commands, run: Run, about: str, description: str) -> argparse.ArgumentParser:
+    """A sub-command, named after the function that runs it."""
+    parser = commands.add_parser(
+        run.__name__.replace("_", "-"), help=about, description=description, allow_abbrev=False
+    )
+    parser.set_defaults(run=run)
+    return parser
 
 
 def _add_comparison(parser: argparse.ArgumentParser) -> None:
@@ -136,6 +148,15 @@ def _add_overwrite(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_vocab_size(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--vocab-size",
+        type=int,
+        metavar="N",
+        help="token ids that exist; the checkpoint's, or its padded number, when absent",
+    )
+
+
 def hf_to_mcore(args: argparse.Namespace) -> int:
     """`mcore convert hf-to-mcore`.
 
@@ -145,16 +166,66 @@ def hf_to_mcore(args: argparse.Namespace) -> int:
     """
     _refuse_occupied(args)
     options, tensors = hf_to_state(args.hf)
-    source = {"format": "huggingface", "folder": Path(args.hf).resolve().name}
     kept = Path(args.save) / TOKENIZER_FOLDER
     copied = copy_tokenizer(Path(args.hf), kept)
-    directory = save_model_state(args.save, options | tokenizer_options(kept), tensors, source)
-    count = sum(tensor.numel() for tensor in tensors.values())
-    print(f"wrote {len(tensors)} tensors, {count:,} parameters to {directory}")
+    directory = _save(args, options | tokenizer_options(kept), tensors, "huggingface", args.hf)
     if copied:
         print(f"copied {', '.join(copied)} to {kept}")
     _compare(args, directory, None)
     return 0
+
+
+def megatron_to_mcore(args: argparse.Namespace) -> int:
+    """`mcore convert megatron-to-mcore`.
+
+    Raises:
+        CheckpointError: the save root holds checkpoints already, or the folder is damaged.
+        UnsupportedError: a model that mcore does not compute.
+    """
+    _refuse_occupied(args)
+    read = read_torch_dist if is_torch_dist(args.megatron) else read_legacy
+    options, tensors = read(args.megatron, args.vocab_size)
+    _save(args, options.as_dict(), tensors, "megatron", args.megatron)
+    return 0
+
+
+def deepspeed_to_mcore(args: argparse.Namespace) -> int:
+    """`mcore convert deepspeed-to-mcore`.
+
+    Raises:
+        CheckpointError: the save root holds checkpoints already, or the folder is damaged.
+        ConfigError: a vocabulary for a model whose config.json says it.
+        UnsupportedError: a model that mcore does not compute.
+    """
+    _refuse_occupied(args)
+    if args.hf_config is None:
+        of_megatron, tensors = read_megatron_deepspeed(args.deepspeed, args.vocab_size)
+        options = of_megatron.as_dict()
+    elif args.vocab_size is not None:
+        raise ConfigError("--vocab-size: --hf-config says the vocabulary")
+    else:
+        options, tensors = read_hf_deepspeed(args.deepspeed, args.hf_config)
+    _save(args, options, tensors, "deepspeed", args.deepspeed)
+    return 0
+
+
+def _save(
+    args: argparse.Namespace,
+    options: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    program: str,
+    source: str,
+) -> Path:
+    """Write the model as iteration 0 and say so."""
+    origin = {"format": program, "folder": Path(source).resolve().name}
+    directory = save_model_state(args.save, options, tensors, origin)
+    shapes = ModelOptions.from_mapping(options).shapes()
+    count = sum(math.prod(shape) for shape in shapes.values())
+    print(
+        f"wrote {len(tensors)} tensors, {count:,} parameters, vocabulary {options['vocab_size']}, "
+        f"to {directory}"
+    )
+    return directory
 
 
 def _refuse_occupied(args: argparse.Namespace) -> None:
@@ -173,22 +244,6 @@ def _compare(args: argparse.Namespace, checkpoint: Path | str, iteration: int | 
         print("logits were not compared: the transformers library is not installed")
     else:
         print(f"largest difference of the logits: {difference:.3g}")
-
-
-def megatron_to_mcore(args: argparse.Namespace) -> int:
-    """`mcore convert megatron-to-mcore`.
-
-    Raises:
-        CheckpointError: the save root holds checkpoints already, or the folder is damaged.
-        UnsupportedError: a model that mcore does not compute.
-    """
-    _refuse_occupied(args)
-    read = read_torch_dist if is_torch_dist(args.megatron) else read_legacy
-    options, tensors = read(args.megatron, args.vocab_size)
-    source = {"format": "megatron", "folder": Path(args.megatron).resolve().name}
-    directory = save_model_state(args.save, options.as_dict(), tensors, source)
-    print(f"wrote {len(tensors)} tensors, vocabulary {options.vocab_size}, to {directory}")
-    return 0
 
 
 def mcore_to_megatron(args: argparse.Namespace) -> int:

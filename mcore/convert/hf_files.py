@@ -7,10 +7,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from mcore.checkpoint.metadata import DTYPES
 from mcore.errors import CheckpointError
 
 CONFIG = "config.json"
@@ -59,6 +61,19 @@ class HfFolder:
     def names(self) -> set[str]:
         """Names of all tensors."""
         return set(self._files)
+
+    def outline(self, name: str) -> Tensor:
+        """Shape and type of a tensor, on the `meta` device; its elements are not read."""
+        path = self._files[name]
+        try:
+            with safe_open(path, "pt") as file:
+                part = file.get_slice(name)
+                shape, dtype = part.get_shape(), DTYPES.get(part.get_dtype())
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"cannot read {name} from {path}: {error}") from error
+        if dtype is None:
+            raise CheckpointError(f"{name} in {path} is of a type that is not read")
+        return torch.empty(shape, dtype=dtype, device="meta")
 
     def tensor(self, name: str) -> Tensor:
         """A tensor on the CPU."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -15,12 +15,30 @@ from mcore.convert.hf_files import CONFIG, HfFolder, write_folder
 from mcore.convert.hf_gpt2 import Gpt2
 from mcore.convert.hf_llama import Llama, Mistral, Qwen2, Qwen3
 from mcore.convert.model_options import ModelOptions, check_shapes
+from mcore.convert.model_state import ModelTensors
+from mcore.convert.rules import Rule
 from mcore.errors import CheckpointError, UnsupportedError
 
 FAMILIES: tuple[HfFamily, ...] = (Gpt2(), Llama(), Mistral(), Qwen2(), Qwen3())
 
 
-def hf_to_state(hf_dir: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+class NamedTensors(Protocol):
+    """A Hugging Face model: a folder, or tensors from elsewhere with the model's configuration."""
+
+    path: Path
+    config: dict[str, Any]
+
+    def names(self) -> set[str]:
+        """Names of all tensors."""
+
+    def outline(self, name: str) -> Tensor:
+        """Shape and type of a tensor, on the `meta` device."""
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor on the CPU."""
+
+
+def hf_to_state(hf_dir: str | os.PathLike[str]) -> tuple[dict[str, Any], ModelTensors]:
     """Read a folder with config.json and safetensors.
 
     Args:
@@ -29,13 +47,17 @@ def hf_to_state(hf_dir: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[st
     Returns:
         The options that define the model, under Megatron's names, and its parameters by name with
         global shapes (`linear_qkv` by query group, `linear_fc1` = gate above up, no tied output),
-        in the types of the file.
+        in the types of the file. Each is read when it is asked for.
 
     Raises:
         CheckpointError: no such folder, damage, tensors that are absent, unknown or do not fit.
         UnsupportedError: a model that mcore does not compute; the message names the option.
     """
-    folder = HfFolder(Path(hf_dir))
+    return state_of(HfFolder(Path(hf_dir)))
+
+
+def state_of(folder: NamedTensors) -> tuple[dict[str, Any], ModelTensors]:
+    """Options and parameters of a model; see `hf_to_state`."""
     family = _family_of(folder)
     try:
         options = family.options(folder.config)
@@ -44,25 +66,37 @@ def hf_to_state(hf_dir: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[st
     except (TypeError, ValueError, ZeroDivisionError) as error:
         raise CheckpointError(f"{folder.path / CONFIG} has an impossible value: {error}") from error
     names = {family.full_name(name): name for name in folder.names()}
-    tensors: dict[str, Tensor] = {}
-    for rule in family.rules(options):
-        absent = [source for source in rule.sources if source not in names]
-        if absent:
-            raise CheckpointError(f"{folder.path} holds no tensor {', '.join(absent)}")
-        parts = [folder.tensor(names.pop(source)) for source in rule.sources]
-        try:
-            tensors[rule.name] = rule.join(parts).contiguous()
-        except RuntimeError as error:
-            shapes = ", ".join(str(list(part.shape)) for part in parts)
-            raise CheckpointError(
-                f"{' and '.join(rule.sources)} of {shapes} do not fit the configuration"
-            ) from error
-    check_shapes(options, tensors)
-    _check_rest(family, folder, names, tensors)
+    rules = {rule.name: rule for rule in family.rules(options)}
+    like = {name: _outline(folder, rule, names) for name, rule in rules.items()}
+
+    def make(name: str) -> Tensor:
+        parts = [folder.tensor(names[source]) for source in rules[name].sources]
+        return rules[name].join(parts).contiguous()
+
+    tensors = ModelTensors(like, make)
+    check_shapes(options, tensors.like)
+    used = {source for rule in rules.values() for source in rule.sources}
+    rest = {full: name for full, name in names.items() if full not in used}
+    _check_rest(family, folder, rest, tensors)
     return options.as_dict(), tensors
 
 
-def _family_of(folder: HfFolder) -> HfFamily:
+def _outline(folder: NamedTensors, rule: Rule, names: Mapping[str, str]) -> Tensor:
+    """Shape and type of a parameter of ours."""
+    absent = [source for source in rule.sources if source not in names]
+    if absent:
+        raise CheckpointError(f"{folder.path} holds no tensor {', '.join(absent)}")
+    parts = [folder.outline(names[source]) for source in rule.sources]
+    try:
+        return rule.join(parts)
+    except RuntimeError as error:
+        shapes = ", ".join(str(list(part.shape)) for part in parts)
+        raise CheckpointError(
+            f"{' and '.join(rule.sources)} of {shapes} do not fit the configuration"
+        ) from error
+
+
+def _family_of(folder: NamedTensors) -> HfFamily:
     model_type = folder.config.get("model_type")
     if folder.config.get("quantization_config"):
         raise UnsupportedError("quantization_config: quantised models cannot be converted")
@@ -74,7 +108,7 @@ def _family_of(folder: HfFolder) -> HfFamily:
 
 
 def _check_rest(
-    family: HfFamily, folder: HfFolder, rest: Mapping[str, str], tensors: Mapping[str, Tensor]
+    family: HfFamily, folder: NamedTensors, rest: Mapping[str, str], tensors: Mapping[str, Tensor]
 ) -> None:
     """Nothing that the model uses may be left behind."""
     unused = {full: name for full, name in rest.items() if not family.buffers.fullmatch(full)}

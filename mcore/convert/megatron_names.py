@@ -48,8 +48,13 @@ def flat_tensors(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[s
         name = f"{prefix}{key}"
         if isinstance(value, Mapping):
             yield from flat_tensors(value, f"{name}.")
-        elif isinstance(value, Tensor) and not _IGNORED.fullmatch(name):
+        elif isinstance(value, Tensor) and not is_ignored(name):
             yield name, value
+
+
+def is_ignored(name: str) -> bool:
+    """Whether a name is that of a buffer that holds nothing to load."""
+    return _IGNORED.fullmatch(name) is not None
 
 
 def canonical_name(name: str) -> str:
@@ -105,20 +110,24 @@ def is_gated(name: str, swiglu: bool) -> bool:
 
 
 def merged(name: str, parts: Sequence[Tensor], swiglu: bool) -> Tensor:
-    """The whole parameter of its tensor-parallel parts.
+    """The whole parameter of its tensor-parallel parts; of `meta` tensors its outline.
 
     Raises:
         CheckpointError: ranks disagree about a parameter that each holds whole.
     """
     dim = cut_dim(name)
     if dim is None:
-        if any(not torch.equal(part, parts[0]) for part in parts[1:]):
+        if any(not _same(part, parts[0]) for part in parts[1:]):
             raise CheckpointError(f"tensor-parallel ranks hold different copies of {name}")
         return parts[0]
     if is_gated(name, swiglu):
         halves = [part.chunk(2) for part in parts]
         return torch.cat([half[0] for half in halves] + [half[1] for half in halves])
     return torch.cat(list(parts), dim) if len(parts) > 1 else parts[0]
+
+
+def _same(part: Tensor, other: Tensor) -> bool:
+    return part.shape == other.shape and (part.is_meta or torch.equal(part, other))
 
 
 def shared_out(name: str, tensor: Tensor, ranks: int, swiglu: bool) -> list[Tensor]:

@@ -3,36 +3,44 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mcore.checkpoint import CheckpointReader, save
+from mcore.checkpoint.deferred import DeferredTensor
+from mcore.checkpoint.sharded_tensor import ShardedTensor
 from mcore.errors import CheckpointError
 
 _PREFIX = "model."
 
 
 class ModelTensors(Mapping[str, Tensor]):
-    """Parameters of a checkpoint by name, whole, each read when it is asked for."""
+    """Parameters of a model by name, whole, each read or made when it is asked for.
 
-    def __init__(self, reader: CheckpointReader) -> None:
-        self._reader = reader
-        keys = reader.keys()
-        self._names = [key.removeprefix(_PREFIX) for key in keys if key.startswith(_PREFIX)]
+    Args:
+        like: shape and type of each, as tensors on the `meta` device.
+        make: gives one by its name.
+    """
+
+    def __init__(self, like: Mapping[str, Tensor], make: Callable[[str], Tensor]) -> None:
+        self.like = dict(like)
+        self._make = make
 
     def __getitem__(self, name: str) -> Tensor:
-        if name not in self._names:
+        if name not in self.like:
             raise KeyError(name)
-        return self._reader.tensor(_PREFIX + name)
+        return self._make(name)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
+        return iter(self.like)
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self.like)
 
 
 def save_model_state(
@@ -46,7 +54,7 @@ def save_model_state(
     Args:
         root: save root.
         options: options that define the model, under Megatron's names.
-        tensors: parameters by name, with global shapes.
+        tensors: parameters by name, with global shapes; `ModelTensors` are made one by one.
         source: where it comes from, for people.
     """
     common = {
@@ -55,7 +63,15 @@ def save_model_state(
         "consumed_train_samples": 0,
         "source": dict(source),
     }
-    return save(root, 0, {_PREFIX + name: tensor for name, tensor in tensors.items()}, common)
+    state: dict[str, ShardedTensor | Tensor] = {}
+    if isinstance(tensors, ModelTensors):
+        for name, like in tensors.like.items():
+            state[_PREFIX + name] = DeferredTensor(
+                _PREFIX + name, like, partial(tensors.__getitem__, name)
+            )
+    else:
+        state |= {_PREFIX + name: tensor for name, tensor in tensors.items()}
+    return save(root, 0, state, common)
 
 
 def load_model_state(
@@ -74,4 +90,9 @@ def load_model_state(
     options = reader.common.get("model")
     if not isinstance(options, dict):
         raise CheckpointError(f"{reader.directory} does not say the options of its model")
-    return options, ModelTensors(reader)
+    like = {
+        key.removeprefix(_PREFIX): torch.empty(record.shape, dtype=record.dtype, device="meta")
+        for key, record in reader.metadata.tensors.items()
+        if key.startswith(_PREFIX)
+    }
+    return options, ModelTensors(like, lambda name: reader.tensor(_PREFIX + name))

@@ -62,7 +62,7 @@ class Placeholder:
 
 
 def load_torch_file(file: Path | IO[bytes], where: str) -> Any:
-    """What `torch.save` wrote, on the CPU.
+    """What `torch.save` wrote, on the CPU; a file is mapped, its tensors are read when used.
 
     Args:
         file: the file, or its content.
@@ -72,12 +72,13 @@ def load_torch_file(file: Path | IO[bytes], where: str) -> Any:
         CheckpointError: it is damaged, or it names something that is not data.
     """
     try:
-        if isinstance(file, Path):
+        mapped = isinstance(file, Path) and zipfile.is_zipfile(file)
+        if isinstance(file, Path) and mapped:
             _check_zip_sizes(file)
         names = get_unsafe_globals_in_checkpoint(file)
         _rewind(file)
         with safe_globals(_allowed(names, where)):
-            return torch.load(file, map_location="cpu", weights_only=True)
+            return torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
     except CheckpointError:
         raise
     except (OSError, RuntimeError, ValueError, EOFError, KeyError, pickle.UnpicklingError) as error:
@@ -92,8 +93,6 @@ def _rewind(file: Path | IO[bytes]) -> None:
 
 def _check_zip_sizes(path: Path) -> None:
     """Refuse an archive that would unpack to more than it is."""
-    if not zipfile.is_zipfile(path):
-        return  # of torch before 1.6: the restricted loader reads it
     with zipfile.ZipFile(path) as archive:
         unpacked = sum(entry.file_size for entry in archive.infolist())
     if unpacked > path.stat().st_size:

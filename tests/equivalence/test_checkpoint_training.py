@@ -29,6 +29,7 @@ LAYOUTS = [
     pytest.param(Layout(tp=2, sp=True, dp=2), "", marks=pytest.mark.full),
     (Layout(pp=2, dp=2), f"{ZERO} optim"),
     pytest.param(Layout(dp=3), f"{ZERO} optim_grads_params", marks=pytest.mark.full),
+    pytest.param(Layout(tp=2, pp=2, vpp=2), "", marks=pytest.mark.full),
 ]
 DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
 
@@ -87,6 +88,23 @@ def test_three_steps_are_made_while_a_slow_disk_writes(corpus, tmp_path, monkeyp
     assert sum(first[0] < stamp < first[1] for stamp in stamps) >= 3
     assert complete_iterations(tmp_path) == [6, 12]
     assert not [t for t in threading.enumerate() if t.name == "checkpoint-writer"]
+
+
+def test_saves_that_come_faster_than_the_disk_wait_for_each_other(corpus, tmp_path, monkeypatch):
+    write, running, most = shard_file._write, [], []
+
+    def slow(*args):
+        running.append(1)
+        most.append(len(running))
+        time.sleep(0.2)
+        result = write(*args)
+        running.pop()
+        return result
+
+    monkeypatch.setattr(shard_file, "_write", slow)
+    train(command(corpus, 6, f"--save {tmp_path} --save-interval 1 --async-save"))
+    assert complete_iterations(tmp_path) == [1, 2, 3, 4, 5, 6]
+    assert most == [1] * 6
 
 
 @pytest.mark.parametrize("background", [False, True])

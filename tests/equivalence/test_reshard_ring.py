@@ -15,6 +15,7 @@ from tests.equivalence.program import (
     train,
     train_and_inspect,
 )
+from tests.equivalence.test_golden import Family
 from tests.equivalence.tiny import command
 
 ZERO = "--data-parallel-sharding-strategy"
@@ -61,6 +62,28 @@ def dumped(root, out):
     return out.read_bytes()
 
 
+def go_round(hops, folder, words_with, reference):
+    """From `folder`/start through all layouts.
+
+    Args:
+        hops: layouts and their options.
+        folder: where everything is saved.
+        words_with: gives a command line with further words.
+        reference: records of the iterations that follow the start.
+    """
+    previous = folder / "start"
+    wanted = dumped(previous, folder / "dump")
+    for number, (layout, options) in enumerate(hops):
+        target = folder / f"hop{number}"
+        saving = f"--save {target} --save-interval 100 --load {previous} --skip-train"
+        words = words_with(options, saving)
+        train_and_inspect(words, layout, partial(save_again, words))
+        assert dumped(target, folder / "dump") == wanted, layout
+        records = train(words_with(options, f"--load {target} --exit-interval 5"), layout)
+        assert largest_difference(records, reference) < 1e-5, layout
+        previous = target
+
+
 @pytest.mark.dist
 @pytest.mark.parametrize(
     "hops",
@@ -68,17 +91,23 @@ def dumped(root, out):
     ids=["short", "whole"],
 )
 def test_ring(corpus, tmp_path, hops):
+    words_with = partial(words_of, corpus)
     start = tmp_path / "start"
-    train(words_of(corpus, f"--save {start} --save-interval 3 --exit-interval 3"), SINGLE)
-    wanted = dumped(start, tmp_path / "dump")
-    reference = train(words_of(corpus, f"--load {start}"), SINGLE)
-    previous = start
-    for number, (layout, options) in enumerate(hops):
-        target = tmp_path / f"hop{number}"
-        saving = f"--save {target} --save-interval 100 --load {previous} --skip-train"
-        words = words_of(corpus, options, saving)
-        train_and_inspect(words, layout, partial(save_again, words))
-        assert dumped(target, tmp_path / "dump") == wanted, layout
-        records = train(words_of(corpus, options, f"--load {target}"), layout)
-        assert largest_difference(records, reference) < 1e-5, layout
-        previous = target
+    train(words_with(f"--save {start} --save-interval 3 --exit-interval 3"), SINGLE)
+    go_round(hops, tmp_path, words_with, train(words_with(f"--load {start}"), SINGLE))
+
+
+@pytest.mark.dist
+@pytest.mark.full
+def test_ring_of_the_golden_model(tmp_path):
+    """After each hop training goes on as Hugging Face's model and torch's AdamW do."""
+    family = Family("gpt2_8layers", tmp_path)
+    start = f"--save {tmp_path}/start --save-interval 3 --exit-interval 3"
+    train([*family.command(1), *start.split()], SINGLE)
+    words = [word for word in family.command(1) if word != "--finetune"]
+    go_round(
+        RING + MORE,
+        tmp_path,
+        lambda *more: [*words, *" ".join(more).split()],
+        family.reference["iterations"][3:5],
+    )

@@ -1,6 +1,8 @@
 """Saving in the background: the bytes of a save in the foreground, and no failure lost."""
 
 import errno
+import subprocess
+import sys
 import threading
 import time
 
@@ -185,3 +187,31 @@ def test_ranks_learn_of_a_failure_together(tmp_path):
     assert "No space left" in first[1]
     assert (latest_iteration(tmp_path), complete_iterations(tmp_path)) == (3, [3])
     assert CheckpointReader(tmp_path).tensor("model.w")[:, 0].tolist() == [3, 3, 4, 4]
+
+
+GROWTH = """
+import gc, os, sys, threading, torch
+from mcore.checkpoint import AsyncSaver
+def resident():
+    gc.collect()
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+saver = AsyncSaver()
+tensors = {f"model.{i}": torch.randn(2**18) for i in range(int(sys.argv[2]))}
+for number in range(60):
+    saver.save(sys.argv[1], number % 2, tensors, {"iteration": number})
+    saver.wait()
+    if number == 9:
+        after_ten = resident()
+print(resident() - after_ten)
+saver.close()
+assert threading.active_count() == 1
+"""
+
+
+@pytest.mark.full
+def test_sixty_saves_take_no_more_memory_than_ten(tmp_path):
+    words = [sys.executable, "-c", GROWTH, str(tmp_path), "50"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) < 5

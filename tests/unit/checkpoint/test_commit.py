@@ -19,6 +19,7 @@ from mcore.checkpoint import (
     save,
     saver,
     shard_file,
+    verify,
 )
 from mcore.checkpoint.metadata import decode_metadata
 from mcore.errors import CheckpointError
@@ -50,10 +51,22 @@ def assert_refused(root, *names):
     assert not any(value.any() for value in target.values())
 
 
-def test_every_truncation_of_a_shard_is_detected(root):
+def test_every_truncation_of_every_file_is_detected(root):
+    directory = root / "iter_0000020"
+    assert verify(directory) == []
+    for path in directory.iterdir():
+        content = path.read_bytes()
+        for size in range(len(content)):
+            path.write_bytes(content[:size])
+            assert any(path.name in problem for problem in verify(directory)), (path, size)
+        path.write_bytes(content)
+    assert verify(directory) == []
+
+
+def test_a_truncated_shard_is_not_loaded(root):
     path = shard(root)
     content = path.read_bytes()
-    for size in [*range(0, len(content), 97), len(content) - 1]:
+    for size in [*range(0, len(content), 297), len(content) - 1]:
         path.write_bytes(content[:size])
         assert_refused(root, path, "damaged")
     path.write_bytes(content + b"\0")
