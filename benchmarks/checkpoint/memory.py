@@ -24,7 +24,7 @@ HIDDEN, FFN, VOCABULARY = 1024, 4096, 32000
 PEAK = """
 import sys, torch
 from mcore.cli.main import main
-from mcore.checkpoint import CheckpointReader, load, read_metadata
+from mcore.checkpoint import CheckpointReader, load
 def peak():
     with open("/proc/self/status") as file:
         return next(int(line.split()[1]) for line in file if line.startswith("VmHWM")) * 1024 / 1e6
