@@ -22,6 +22,7 @@ _PROGRESS = (
     "iteration",
     "consumed_train_samples",
     "skipped_iterations",
+    "skipped_train_samples",
     "optimizer",
     "opt_param_scheduler",
     "grad_scaler",

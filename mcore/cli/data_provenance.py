@@ -10,9 +10,8 @@ from mcore.config.command_line import add_flags, take_config
 from mcore.config.data import DataConfig
 from mcore.config.training import TrainingConfig
 from mcore.data.builder import build_train_valid_test_datasets
-from mcore.data.cyclic_sampler import CyclicSampler
 from mcore.data.gpt_dataset import SampleDataset
-from mcore.data.samplers import Sampler, SingleSampler
+from mcore.data.provenance import build_sampler, samples_between
 from mcore.errors import ConfigError, DataError
 from mcore.num_microbatches_calculator import (
     NumMicroBatchesCalculator,
@@ -120,20 +119,8 @@ def _samples(
 ) -> list[tuple[int, int]]:
     """(place in the run, number in the data set) of each sample of a batch, by place."""
     dp, micro = args.data_parallel_size, training.micro_batch_size or 1
-    pairs: list[tuple[int, int]] = []
-    for rank in range(dp):
-        layout = {
-            "total_samples": len(dataset),
-            "micro_batch_size": micro,
-            "data_parallel_rank": rank,
-            "data_parallel_size": dp,
-        }
-        sampler: Sampler = SingleSampler(**layout)
-        if data.dataloader_type == "cyclic":
-            sampler = CyclicSampler(**layout, data_sharding=data.data_sharding)
-        for consumed in range(positions.start, positions.stop, sampler.samples_per_step):
-            pairs += zip(sampler.positions(consumed), sampler.microbatch(consumed), strict=True)
-    return sorted(pairs)
+    samplers = [build_sampler(data, len(dataset), micro, rank, dp) for rank in range(dp)]
+    return samples_between(samplers, positions)
 
 
 def _print(position: int, number: int, dataset: SampleDataset, as_json: bool) -> None:

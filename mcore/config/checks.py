@@ -365,6 +365,20 @@ def _save(config: RunConfig, world_size: int) -> str | None:
     return None
 
 
+def _rollback(config: RunConfig, world_size: int) -> str | None:
+    del world_size
+    if config.stability.loss_spike_policy != "rollback":
+        return None
+    if config.checkpoint.save is None:
+        return (
+            "--loss-spike-policy rollback returns to checkpoints of this run: give --save DIR and "
+            "--save-interval N"
+        )
+    if not config.checkpoint.save_optim:
+        return "--loss-spike-policy rollback needs the optimizer's state: drop --no-save-optim"
+    return None
+
+
 CHECKS: tuple[Check, ...] = (
     _required,
     _world,
@@ -390,6 +404,7 @@ CHECKS: tuple[Check, ...] = (
     _replicas,
     _instances,
     _save,
+    _rollback,
 )
 
 

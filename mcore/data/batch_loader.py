@@ -83,6 +83,17 @@ class BatchLoader:
         self._consumed += step
         return batch
 
+    def seek(self, consumed_samples: int) -> None:
+        """Go on after so many samples of all ranks, ahead or back; what was read ahead is dropped.
+
+        Args:
+            consumed_samples: samples that all ranks have consumed, as at construction.
+        """
+        for future in self._ahead:
+            future.cancel()
+        self._ahead.clear()
+        self._consumed = consumed_samples
+
     def close(self) -> None:
         """Drop what was read ahead and end the threads; may be called twice."""
         self._closed = True

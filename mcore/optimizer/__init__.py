@@ -6,6 +6,7 @@ from mcore.optimizer.optimizer import (
     DistributedOptimizer,
     MegatronOptimizer,
     StepResult,
+    Veto,
     get_megatron_optimizer,
 )
 
@@ -16,6 +17,7 @@ __all__ = [
     "OptimizerParamScheduler",
     "SchedulerConfig",
     "StepResult",
+    "Veto",
     "get_megatron_optimizer",
     "get_optimizer_param_scheduler",
     "scheduler_steps",

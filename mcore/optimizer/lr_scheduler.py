@@ -136,6 +136,7 @@ class OptimizerParamScheduler:
         self.use_checkpoint_opt_param_scheduler = use_checkpoint_opt_param_scheduler
         self.override_opt_param_scheduler = override_opt_param_scheduler
         self.num_steps = 0
+        self.lr_factor = 1.0
         self._check()
         self.step(0)
 
@@ -180,6 +181,9 @@ class OptimizerParamScheduler:
 
     def get_lr(self, param_group: ParamGroup) -> float:
         """Learning rate of a group at the present step, before `lr_mult`."""
+        return self.lr_factor * self._scheduled_lr(param_group)
+
+    def _scheduled_lr(self, param_group: ParamGroup) -> float:
         max_lr: float = param_group.get("max_lr", self.max_lr)
         min_lr: float = param_group.get("min_lr", self.min_lr)
         step, warmup = self.num_steps, self.lr_warmup_steps
@@ -216,6 +220,12 @@ class OptimizerParamScheduler:
         left = 1.0 - float(self.num_steps) / float(self.wd_incr_steps)
         grown = 1.0 - left if self.wd_incr_style == "linear" else decay_coefficient("cosine", left)
         return start_wd + grown * (end_wd - start_wd)
+
+    def scale_lr(self, factor: float) -> None:
+        """Multiply every learning rate of the schedule, from now on."""
+        if factor != self.lr_factor:
+            self.lr_factor = factor
+            self.step(0)
 
     def step(self, increment: int) -> None:
         """Advance by `increment` samples and write the new values into every group."""

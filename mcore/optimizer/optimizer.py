@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple, TypeAlias
 
@@ -32,13 +32,17 @@ from mcore.topology.group import Group
 
 Rule: TypeAlias = Adam | Sgd | Lion | Muon | OffloadedRule
 
+#: From the global norm before clipping, 0-dim fp64, to a 0-dim bool, equal on all ranks: leave the
+#: update out.
+Veto: TypeAlias = Callable[[Tensor], Tensor]
+
 
 class StepResult(NamedTuple):
     """What a step did. Tensors stay on their device; reading one on CUDA waits for it.
 
     Attributes:
-        update_successful: 0-dim bool: False where a gradient was not finite. Parameters and moments
-            are then bit-unchanged, on all ranks.
+        update_successful: 0-dim bool: False where a gradient was not finite, or the update was
+            vetoed. Parameters and moments are then bit-unchanged, on all ranks.
         grad_norm: global L2 norm before clipping, 0-dim fp64, equal on all ranks.
         num_zeros_in_grad: number of zero elements of the gradient, 0-dim fp64, or None where not
             counted (`log_num_zeros_in_grad`).
@@ -132,10 +136,13 @@ class MegatronOptimizer:
         return self.config.fp16 or self.config.loss_scale is not None
 
     @torch.no_grad()
-    def step(self) -> StepResult:
+    def step(self, veto: Veto | None = None) -> StepResult:
         """Measure the gradient, clip it and update the parameters; nothing waits for the device.
 
         An update with a gradient that is not finite, on any rank, is left out on all ranks.
+
+        Args:
+            veto: may leave the update out for another reason.
 
         Comm: the norm's all-reduces, see `get_grad_norm`; as many again for each other watcher.
         """
@@ -151,13 +158,14 @@ class MegatronOptimizer:
         is_finite = torch.isfinite(scaled_norm)
         zeros = self._count_zeros(pieces) if self.config.log_num_zeros_in_grad else None
         grad_norm = self._unscale_and_clip_(grads, scaled_norm)
-        self.optimizer.step_unless(skip=(~is_finite).float())
+        applies = is_finite if veto is None else is_finite & ~veto(grad_norm)
+        self.optimizer.step_unless(skip=(~applies).float())
         self.grad_scaler.update(~is_finite)
         for item in self.params:
             item.main.grad = None
         self._copy_main_params_to_model_params()
         params_norm = self._params_norm() if self.config.log_params_norm else None
-        return StepResult(is_finite, grad_norm, zeros, params_norm)
+        return StepResult(applies, grad_norm, zeros, params_norm)
 
     def _set_gradient(self, item: OptimizedParam, grad: Tensor | None) -> None:
         if item.is_offloaded and grad is not None:
@@ -257,13 +265,16 @@ class DistributedOptimizer(MegatronOptimizer):
     def _shard_axes(self, model_chunks: Sequence[nn.Module]) -> tuple[Group, ...]:  # noqa: ARG002
         return (self._chunks[0].groups.shard,)
 
-    def step(self) -> StepResult:
+    def step(self, veto: Veto | None = None) -> StepResult:
         """Update this rank's run of the parameters and collect what the other ranks updated.
+
+        Args:
+            veto: see `MegatronOptimizer.step`.
 
         Comm: the norm's all-reduces over the shard, then tensor- and pipeline-parallel ranks; one
             all-gather a bucket (see `start_param_sync`).
         """
-        result = super().step()
+        result = super().step(veto)
         for chunk in self._chunks:
             chunk.start_param_sync()
         return result

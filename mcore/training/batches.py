@@ -56,6 +56,10 @@ class BatchStream:
     def _move(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.device, non_blocking=True)
 
+    def seek(self, consumed_samples: int) -> None:
+        """Go on after so many samples of all ranks, wherever the stream stands."""
+        self.loader.seek(consumed_samples)
+
     def close(self) -> None:
         """End the reading threads."""
         self.loader.close()

@@ -72,6 +72,15 @@ class CheckpointWriter:
         if self._saver is not None:
             self._saver.poll()
 
+    def wait(self) -> None:
+        """Wait for what is being written, so that it can be read. Collective.
+
+        Raises:
+            CheckpointError: the save failed; the same on every rank.
+        """
+        if self._saver is not None:
+            self._saver.wait()
+
     def close(self) -> None:
         """Wait for what is still being written. Collective.
 

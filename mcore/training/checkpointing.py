@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,12 +16,10 @@ from mcore.config.run import RunConfig
 from mcore.distributed import ParamPart
 from mcore.errors import CheckpointError, DamagedCheckpointError
 from mcore.log import get_logger
-from mcore.tensor_parallel.random import get_cuda_rng_tracker
 from mcore.topology.context import ParallelContext
 from mcore.training.checkpoint_writer import CheckpointWriter
+from mcore.training.random_states import random_states, restore_random_states
 from mcore.training.setup import TrainState
-
-_TRACKER_PREFIX = "tracker."
 
 
 def save(
@@ -41,6 +38,8 @@ def save(
         "iteration": state.iteration,
         "consumed_train_samples": state.consumed_train_samples,
         "skipped_iterations": state.skipped_iterations,
+        "skipped_train_samples": state.skipped_train_samples,
+        "autopilot": state.autopilot,
         "data_segments": state.data_segments,
         "num_threads": torch.get_num_threads(),
         "config": config.to_dict(),
@@ -52,7 +51,7 @@ def save(
         common["grad_scaler"] = state.optimizer.grad_scaler.state_dict()
     rank_local = None
     if config.checkpoint.save_rng:
-        rank_local = RankLocal(ctx.rank, _layout(ctx), _random_states())
+        rank_local = RankLocal(ctx.rank, _layout(ctx), random_states())
     writer.write(state.iteration, tensors, common, rank_local)
 
 
@@ -148,8 +147,11 @@ def _same(first: str | None, second: str | None) -> bool:
     )
 
 
-def load(state: TrainState, config: RunConfig, ctx: ParallelContext) -> None:
+def load(state: TrainState, config: RunConfig, ctx: ParallelContext) -> Path:
     """Continue from a checkpoint of any layout, or take its weights only (`--finetune`).
+
+    Returns:
+        Its directory.
 
     Comm: see `mcore.checkpoint.load`; every rank has to call it.
 
@@ -159,7 +161,7 @@ def load(state: TrainState, config: RunConfig, ctx: ParallelContext) -> None:
     """
     options = config.checkpoint
     assert options.load is not None
-    checkpoint.first_good(
+    return checkpoint.first_good(
         options.load,
         lambda directory: _load_from(directory, state, config, ctx),
         iteration=options.ckpt_step,
@@ -167,7 +169,30 @@ def load(state: TrainState, config: RunConfig, ctx: ParallelContext) -> None:
     )
 
 
-def _load_from(directory: Path, state: TrainState, config: RunConfig, ctx: ParallelContext) -> None:
+def go_back(state: TrainState, config: RunConfig, ctx: ParallelContext, path: str) -> Path:
+    """Return to the newest good checkpoint of this run, with all that it holds.
+
+    Args:
+        state: of a run that has gone on since.
+        config: the run's.
+        ctx: groups.
+        path: save root, or the directory of one iteration.
+
+    Returns:
+        The checkpoint's directory.
+
+    Comm: see `mcore.checkpoint.load`; every rank has to call it.
+
+    Raises:
+        CheckpointError: there is no good checkpoint.
+    """
+    options = replace(config.checkpoint, finetune=False, load_optim=True, load_rng=True)
+    whole = replace(config, checkpoint=options)
+    state.unsettled = None
+    return checkpoint.first_good(path, lambda directory: _load_from(directory, state, whole, ctx))
+
+
+def _load_from(directory: Path, state: TrainState, config: RunConfig, ctx: ParallelContext) -> Path:
     options = config.checkpoint
     common = checkpoint.read_common_together(directory)
     _check_model(common, config)
@@ -190,7 +215,7 @@ def _load_from(directory: Path, state: TrainState, config: RunConfig, ctx: Paral
         state.optimizer.reload_model_params()
     if options.finetune:
         get_logger().info("loaded weights of %s; the run starts at iteration 0", result.directory)
-        return
+        return result.directory
     if with_optimizer:
         state.optimizer.step_count = common["optimizer"]["step_count"]
         state.scheduler.load_state_dict(common["opt_param_scheduler"])
@@ -199,11 +224,14 @@ def _load_from(directory: Path, state: TrainState, config: RunConfig, ctx: Paral
     state.iteration = common["iteration"]
     state.consumed_train_samples = common["consumed_train_samples"]
     state.skipped_iterations = common.get("skipped_iterations", 0)
+    state.skipped_train_samples = common.get("skipped_train_samples", 0)
+    state.autopilot = common.get("autopilot", {})
     state.data_segments = common.get("data_segments", [])
     if result.rank_local is not None:
-        _restore_random_states(result.rank_local)
+        restore_random_states(result.rank_local)
     _compare_threads(common)
     get_logger().info("loaded checkpoint %s: iteration %d", result.directory, state.iteration)
+    return result.directory
 
 
 def _check_model(common: dict[str, Any], config: RunConfig) -> None:
@@ -284,31 +312,3 @@ def _sharded(
 
 def _layout(ctx: ParallelContext) -> dict[str, Any]:
     return {**ctx.layout.sizes, "order": ctx.layout.order}
-
-
-def _random_states() -> dict[str, Tensor]:
-    states = {"torch": torch.get_rng_state(), "device": device.get_rng_state()}
-    for name, tensor in get_cuda_rng_tracker().get_states().items():
-        states[_TRACKER_PREFIX + name] = tensor
-    _, internal, _ = random.getstate()
-    states["python"] = torch.tensor(internal, dtype=torch.int64)
-    generator = np.random.get_state(legacy=False)["state"]
-    numbers = [*generator["key"].tolist(), generator["pos"]]
-    states["numpy"] = torch.tensor(numbers, dtype=torch.int64)
-    return states
-
-
-def _restore_random_states(states: dict[str, Tensor]) -> None:
-    torch.set_rng_state(states["torch"])
-    device.set_rng_state(states["device"])
-    get_cuda_rng_tracker().set_states(
-        {
-            name.removeprefix(_TRACKER_PREFIX): tensor
-            for name, tensor in states.items()
-            if name.startswith(_TRACKER_PREFIX)
-        }
-    )
-    version, _, gauss = random.getstate()
-    random.setstate((version, tuple(states["python"].tolist()), gauss))
-    *keys, position = states["numpy"].tolist()
-    np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, 0, 0.0))

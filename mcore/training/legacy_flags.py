@@ -244,12 +244,15 @@ _ONE_CHOICE = (
         only=("adam",),
         otherwise="Adam updates what is no weight matrix",
     ),
-    LegacyFlag(
-        "--rerun-mode",
-        "Steps are not run twice to find faulty hardware.",
-        options=WORD,
-        only=("disabled",),
-        otherwise="a step is not run a second time to find faulty hardware; drop it",
+    *(
+        LegacyFlag(
+            flag,
+            "Megatron's report of spikes: the same as --loss-spike-policy report.",
+            fixed("stability", "loss_spike_policy", "report"),
+            f"{flag} sets --loss-spike-policy report, whose limits are its own",
+            yields=("loss_spike_policy",),
+        )
+        for flag in ("--check-for-spiky-loss", "--check-for-large-grads")
     ),
 )
 
@@ -387,11 +390,6 @@ _NOT_BUILT: Mapping[str, tuple[str, ...]] = {
         "--exit-duration-in-mins",
         "--exit-signal-handler",
         "--exit-signal",
-    ),
-    "this guard of a run's health is not built yet; drop it": (
-        "--check-for-spiky-loss",
-        "--check-for-large-grads",
-        "--iterations-to-skip",
     ),
 }
 

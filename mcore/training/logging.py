@@ -44,6 +44,7 @@ class RunLog:
         self._reads_at_once = runtime.device.type == "cpu"
         self._pending: list[tuple[dict[str, Any], StepOutcome]] = []
         self._interval: list[dict[str, Any]] = []
+        self._passed: list[int] = []
         self._last_time = time.perf_counter()
         self._records: RecordFile | None = None
         self._tensorboard: SummaryWriter | None = None
@@ -51,14 +52,24 @@ class RunLog:
             return
         if self._config.metrics_jsonl is not None:
             self._records = RecordFile(self._config.metrics_jsonl, iteration)
-        directory = self._config.tensorboard_dir
-        if directory is None and config.checkpoint.save is not None:
-            directory = str(Path(config.checkpoint.save) / "tensorboard")
-        if directory is not None:
-            self._tensorboard = _open_tensorboard(
-                directory, iteration, self._config.tensorboard_queue_size
+        self._directory = self._config.tensorboard_dir
+        if self._directory is None and config.checkpoint.save is not None:
+            self._directory = str(Path(config.checkpoint.save) / "tensorboard")
+        if self._directory is not None:
+            self._open_tensorboard(iteration)
+            get_logger().info("TensorBoard: tensorboard --logdir %s", self._directory)
+
+    def _open_tensorboard(self, iteration: int) -> None:
+        """Hide points beyond the iteration: they will be written again."""
+        assert self._directory is not None
+        try:
+            self._tensorboard = SummaryWriter(
+                self._directory,
+                max_queue=self._config.tensorboard_queue_size,
+                purge_step=iteration + 1,
             )
-            get_logger().info("TensorBoard: tensorboard --logdir %s", directory)
+        except OSError as error:
+            raise ConfigError(f"the TensorBoard directory cannot be written: {error}") from error
 
     def restart_clock(self) -> None:
         """Begin timing the next step now: what came before was not training."""
@@ -79,6 +90,35 @@ class RunLog:
             self.flush()
         if due:
             self._print_line()
+
+    def passed_over(self, state: TrainState, samples: int) -> None:
+        """Take note of an iteration whose data was passed over."""
+        self.flush()
+        self._passed.append(state.iteration)
+        if self._records is not None:
+            self._records.write(
+                {
+                    "iteration": state.iteration,
+                    "consumed_train_samples": state.consumed_train_samples,
+                    "skipped": 1,
+                    "passed_over": True,
+                    "tokens": 0,
+                    "global_batch_size": samples,
+                }
+            )
+        self.restart_clock()
+
+    def rewind(self, iteration: int) -> None:
+        """Forget what came after an iteration: the run has gone back to it."""
+        self._pending.clear()
+        self._interval = [r for r in self._interval if r["iteration"] <= iteration]
+        self._passed = [number for number in self._passed if number <= iteration]
+        if self._records is not None:
+            self._records.rewind(iteration)
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+            self._open_tensorboard(iteration)
+        self.restart_clock()
 
     def flush(self) -> list[dict[str, Any]]:
         """Read the outcomes that are still on the device, and write them."""
@@ -128,6 +168,7 @@ class RunLog:
     def _print_line(self) -> None:
         """One line per interval, with Megatron's field names: other tools parse it."""
         records, self._interval = self._interval, []
+        passed, self._passed = self._passed, []
         last = records[-1]
         applied = [r["lm_loss"] for r in records if not r["skipped"]]
         milliseconds = 1000.0 * sum(r["seconds"] for r in records) / len(records)
@@ -140,7 +181,7 @@ class RunLog:
             f"lm loss: {sum(applied) / len(applied) if applied else math.nan:.6E}",
             f"loss scale: {last['loss_scale']:.1f}",
             f"grad norm: {last['grad_norm']:.3f}",
-            f"number of skipped iterations: {sum(r['skipped'] for r in records):3d}",
+            f"number of skipped iterations: {sum(r['skipped'] for r in records) + len(passed):3d}",
             f"number of nan iterations: {sum(not math.isfinite(r['lm_loss']) for r in records):3d}",
         ]
         stamp = datetime.now().strftime("%Y-%m-%d %H:%M:%S.%f")
@@ -182,11 +223,3 @@ class RunLog:
             self._records.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
-
-
-def _open_tensorboard(directory: str, iteration: int, queue: int) -> SummaryWriter:
-    """Writer that hides points beyond the iteration, which a resumed run will write again."""
-    try:
-        return SummaryWriter(directory, max_queue=queue, purge_step=iteration + 1)
-    except OSError as error:
-        raise ConfigError(f"the TensorBoard directory cannot be written: {error}") from error

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from mcore.config.run import Resolved, RunConfig
 from mcore.data.builder import DatasetGroup, Datasets
-from mcore.data.cyclic_sampler import CyclicSampler
 from mcore.data.gpt_dataset import SampleDataset
-from mcore.data.samplers import Sampler, SingleSampler
+from mcore.data.provenance import build_sampler
+from mcore.data.samplers import Sampler
 from mcore.data.token_budget import BudgetedConversations
+from mcore.errors import CheckpointError
 from mcore.log import get_logger
 from mcore.training import checkpointing
+from mcore.training.autopilot import Autopilot, RollBack
 from mcore.training.batches import BatchStream, build_stream
 from mcore.training.checkpoint_writer import CheckpointWriter
 from mcore.training.garbage import collect_if_due
@@ -39,6 +42,9 @@ class Run:
         log: writes what happens.
         writer: writes checkpoints.
         memory: tells predicted and measured memory.
+        autopilot: makes the training step, and knows which iterations have none.
+        restore_from: the checkpoint that this run would go back to: a save root, or the directory
+            of an iteration; None = there is none yet.
     """
 
     config: RunConfig
@@ -50,7 +56,17 @@ class Run:
     log: RunLog
     writer: CheckpointWriter
     memory: MemoryWatch
+    autopilot: Autopilot
+    restore_from: str | None = None
     _evaluated_at: int | None = None
+
+    def resume_from(self, directory: Path) -> None:
+        """Take note of the checkpoint that the state was loaded from."""
+        options = self.config.checkpoint
+        self.autopilot.load_state_dict(self.state.autopilot)
+        if options.load_optim and not options.finetune:
+            self.restore_from = str(directory)
+            self.autopilot.checkpoint = self.state.iteration
 
     def train(self) -> None:
         """Train to the end, or to the exit interval; saves, evaluates and logs on the way."""
@@ -62,8 +78,9 @@ class Run:
         self.log.restart_clock()
         try:
             while state.iteration < self.resolved.train_iters:
-                outcome = self.steps.train(state, streams)
-                self.log.step(state, outcome)
+                if not self._advance(streams):
+                    saved = state.iteration
+                    continue
                 self.memory.after_step()
                 if self._replica_check_is_due():
                     check_replicas(state.chunks, self.runtime.ctx, state.iteration)
@@ -84,6 +101,38 @@ class Run:
             chunk.finish_param_sync()
         if options.save is not None and saved != state.iteration:
             self.save()
+
+    def _advance(self, streams: list[BatchStream]) -> bool:
+        """Bring the next iteration about; False where the run went back instead."""
+        state = self.state
+        why = self.autopilot.passes_over(state.iteration + 1)
+        if why is not None:
+            samples = self.steps.pass_over(state, streams)
+            self.autopilot.passed_over(state, samples, why)
+            self.log.passed_over(state, samples)
+            return True
+        result = self.autopilot.step(state, streams)
+        if isinstance(result, RollBack):
+            self._go_back(result, streams)
+            return False
+        self.log.step(state, result)
+        return True
+
+    def _go_back(self, order: RollBack, streams: list[BatchStream]) -> None:
+        assert self.restore_from is not None
+        self.writer.wait()
+        checkpointing.go_back(self.state, self.config, self.runtime.ctx, self.restore_from)
+        if self.state.iteration >= order.iteration:
+            raise CheckpointError(
+                f"{self.restore_from} was to take the run back from iteration {order.iteration}, "
+                f"and its newest checkpoint is of iteration {self.state.iteration}; does another "
+                "run save there?"
+            )
+        self.autopilot.rolled_back(order, self.state)
+        for stream in streams:
+            stream.seek(self.state.consumed_train_samples)
+        self.log.rewind(self.state.iteration)
+        self._evaluated_at = None
 
     def finish(self) -> None:
         """Measure the finished model, unless the loop has just done so."""
@@ -125,7 +174,10 @@ class Run:
         """Write a checkpoint of the finished iteration."""
         settle(self.state)
         self.log.flush()
+        self.state.autopilot = self.autopilot.state_dict()
         checkpointing.save(self.state, self.config, self.runtime.ctx, self.writer)
+        self.restore_from = self.config.checkpoint.save
+        self.autopilot.checkpoint = self.state.iteration
         self.log.restart_clock()
 
     def _streams(self, dataset: SampleDataset, consumed_samples: int) -> list[BatchStream]:
@@ -151,21 +203,9 @@ class Run:
         return BatchStream(loader, self.config.training.seed, self.runtime.device)
 
     def _sampler(self, total_samples: int) -> Sampler:
-        dp, micro_batch_size = self.runtime.ctx.dp, self.resolved.micro_batch_size
-        if self.config.data.dataloader_type == "cyclic":
-            return CyclicSampler(
-                total_samples=total_samples,
-                micro_batch_size=micro_batch_size,
-                data_parallel_rank=dp.rank,
-                data_parallel_size=dp.size,
-                data_sharding=self.config.data.data_sharding,
-            )
-        return SingleSampler(
-            total_samples=total_samples,
-            micro_batch_size=micro_batch_size,
-            data_parallel_rank=dp.rank,
-            data_parallel_size=dp.size,
-        )
+        dp = self.runtime.ctx.dp
+        micro_batch_size = self.resolved.micro_batch_size
+        return build_sampler(self.config.data, total_samples, micro_batch_size, dp.rank, dp.size)
 
     def _evaluation_is_due(self) -> bool:
         return self.state.iteration % self.config.evaluation.eval_interval == 0

@@ -9,13 +9,14 @@ from collections.abc import Sequence
 
 from mcore.config.run import RunConfig, batch_size_calculator, resolve
 from mcore.data.token_budget import BudgetedConversations
-from mcore.errors import CheckpointError, LostPeerError, McoreError
+from mcore.errors import CheckpointError, LostPeerError, McoreError, NumericsError
 from mcore.log import get_logger, report_error, warn_ignored
 from mcore.pipeline_parallel.executor import ForwardStepFunc
 from mcore.tokenizers import build_tokenizer
 from mcore.topology.collectives import is_loss_of_peer
 from mcore.training import checkpointing
 from mcore.training.arguments import ExtraArguments, read
+from mcore.training.autopilot import build_autopilot
 from mcore.training.checkpoint_writer import CheckpointWriter
 from mcore.training.garbage import garbage_collection
 from mcore.training.initialize import (
@@ -46,6 +47,10 @@ from mcore.training.token_budget import TokenBudgetCalculator
 #: What is wrong is mostly seen by all ranks. Rank 0 says it once and the launcher then ends the
 #: others, which wait this long before they speak for themselves.
 _OTHERS_WAIT_SECONDS = 3.0
+
+#: Of a run whose numbers cannot be trained on: started again it would come to the same end. It is
+#: Megatron's code for a fault that is not transient.
+NUMERICS_EXIT_CODE = 17
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -97,7 +102,7 @@ def pretrain(
         if launch.rank > 0:
             time.sleep(_OTHERS_WAIT_SECONDS)
         report_error(f"rank {launch.rank}: {error}")
-        leave_now(1)
+        leave_now(NUMERICS_EXIT_CODE if isinstance(error, NumericsError) else 1)
     except RuntimeError as error:
         if not is_loss_of_peer(error):
             raise
@@ -138,8 +143,7 @@ def run(prepared: Prepared, launch: Launch, providers: Providers) -> TrainState:
     memory = MemoryWatch(config, launch.world_size, runtime)
     state = build_state(config, resolved, runtime, providers.model)
     memory.tell_prediction(state.chunks)
-    if prepared.loads:
-        checkpointing.load(state, config, runtime.ctx)
+    loaded = checkpointing.load(state, config, runtime.ctx) if prepared.loads else None
     if state.iteration > resolved.train_iters:
         raise CheckpointError(
             f"the checkpoint is of iteration {state.iteration}, beyond the {resolved.train_iters} "
@@ -159,10 +163,15 @@ def run(prepared: Prepared, launch: Launch, providers: Providers) -> TrainState:
         runtime,
         batch_sizes,
         profile,
-        looks_for_nan=config.looks_for_nan,
+        looks_for_nan=config.looks_for_nan or config.stability.loss_spike_policy != "off",
     )
     writer = CheckpointWriter(config.checkpoint)
-    training = Run(config, resolved, runtime, state, steps, datasets, log, writer, memory)
+    autopilot = build_autopilot(config, resolved, runtime, steps, datasets)
+    training = Run(
+        config, resolved, runtime, state, steps, datasets, log, writer, memory, autopilot
+    )
+    if loaded is not None:
+        training.resume_from(loaded)
     try:
         if not config.training.skip_train:
             with garbage_collection(config.runtime):
@@ -176,6 +185,7 @@ def run(prepared: Prepared, launch: Launch, providers: Providers) -> TrainState:
         raise
     finally:
         log.close()
+        autopilot.close()
     writer.close()
     finish(runtime)
     return state

@@ -62,6 +62,12 @@ class RecordFile:
             f"file"
         )
 
+    def rewind(self, iteration: int) -> None:
+        """Drop the records beyond an iteration, and go on after it."""
+        self._file.close()
+        self._keep_until(iteration)
+        self._file = self._path.open("a", encoding="utf-8")
+
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one object and hand it to the operating system."""
         self._file.write(json.dumps(record) + "\n")

@@ -68,11 +68,13 @@ class UnsettledUpdate:
     Attributes:
         applied: bool scalar on the device.
         samples: what the schedule advances by if it was.
+        grad_norm: of the step, scalar on the device; says whether gradients were finite.
         evidence: where a number that is not finite came from, or None where nobody asks.
     """
 
     applied: Tensor
     samples: int
+    grad_norm: Tensor
     evidence: Evidence | None = None
 
 
@@ -87,9 +89,12 @@ class TrainState:
         scheduler: learning rate and weight decay.
         iteration: finished optimizer steps.
         consumed_train_samples: samples of the training stream that were used.
-        skipped_iterations: steps whose update was left out since a gradient was not finite.
+        skipped_iterations: iterations without an update: a gradient was not finite, or the update
+            was vetoed, or the data was passed over.
+        skipped_train_samples: consumed samples of those iterations.
         unsettled: the last update, until `step.settle` has looked at it.
         data_segments: weights and cursors of a stable blend so far (`StableBlend.restore`).
+        autopilot: what the stability autopilot keeps in checkpoints, plain data.
     """
 
     chunks: list[DataParallelModule]
@@ -99,8 +104,10 @@ class TrainState:
     iteration: int = 0
     consumed_train_samples: int = 0
     skipped_iterations: int = 0
+    skipped_train_samples: int = 0
     unsettled: UnsettledUpdate | None = None
     data_segments: list[dict[str, Any]] = field(default_factory=list)
+    autopilot: dict[str, Any] = field(default_factory=dict)
 
 
 def plan_stages(config: RunConfig, ctx: ParallelContext, pipeline: PipelinePlan) -> list[Stage]:

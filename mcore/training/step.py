@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,13 +19,19 @@ from mcore.num_microbatches_calculator import (
     NumMicroBatchesCalculator,
 )
 from mcore.pipeline_parallel.executor import ForwardStepFunc
-from mcore.pipeline_parallel.hooks import ScheduleHooks, Unobserved
+from mcore.pipeline_parallel.hooks import Observer, ScheduleHooks, Unobserved
 from mcore.pipeline_parallel.schedules import get_forward_backward_func
 from mcore.topology.collectives import all_reduce_
 from mcore.topology.context import ParallelContext
 from mcore.training.batches import BatchStream
 from mcore.training.initialize import Runtime
-from mcore.training.non_finite import Evidence, can_see_own_gradients, find, refuse
+from mcore.training.non_finite import (
+    Evidence,
+    GradientProbe,
+    can_see_own_gradients,
+    find,
+    refuse,
+)
 from mcore.training.pipeline_profile import PipelineProfile
 from mcore.training.setup import TrainState, UnsettledUpdate
 
@@ -37,12 +44,14 @@ class StepOutcome:
         loss: mean loss over the valid tokens of the global batch, float64 scalar.
         grad_norm: L2 norm of that loss's gradient before clipping, float64 scalar.
         num_tokens: valid tokens of the global batch, float64 scalar.
-        applied: whether the update was made, bool scalar (not where a gradient was not finite).
+        applied: whether the update was made, bool scalar (not where a gradient was not finite, or
+            the update was vetoed).
         learning_rate: the rate that this step applied.
         weight_decay: the decay that this step applied.
         loss_scale: what the loss was multiplied by.
         watched: scalars that options ask for, by their name in the record.
         global_batch_size: samples of the step.
+        evidence: where a number that is not finite came from, or None where nobody asks.
     """
 
     loss: Tensor
@@ -54,6 +63,12 @@ class StepOutcome:
     loss_scale: Tensor
     global_batch_size: int
     watched: Mapping[str, Tensor]
+    evidence: Evidence | None = None
+
+
+#: From loss and gradient norm of a step, float64 scalars, to a bool scalar, equal on all ranks:
+#: leave the update out.
+StepVeto = Callable[[Tensor, Tensor], Tensor]
 
 
 class StepFunctions:
@@ -90,14 +105,44 @@ class StepFunctions:
         # Dividing before backward keeps low-precision gradients in range; finalize multiplies back.
         self._denominator = float(resolved.global_batch_size * resolved.seq_length)
 
-    def train(self, state: TrainState, streams: Sequence[BatchStream]) -> StepOutcome:
+    def train(
+        self, state: TrainState, streams: Sequence[BatchStream], veto: StepVeto | None = None
+    ) -> StepOutcome:
         """One optimizer update over the global batch; every rank of the job takes part.
 
         The loss is a sum over tokens divided once by the number of valid tokens of the global
         batch.
+
+        Args:
+            state: what is trained.
+            streams: what each chunk reads.
+            veto: may leave the update out.
         """
+        outcome = self.attempt(state, streams, veto)
+        self.advance(state, outcome)
+        return outcome
+
+    def next_batch_size(self, state: TrainState) -> int:
+        """Samples of the coming step."""
         self._batch_sizes.update(state.consumed_train_samples, verbose=True)
-        samples = self._batch_sizes.get_current_running_global_batch_size()
+        return self._batch_sizes.get_current_running_global_batch_size()
+
+    def attempt(
+        self,
+        state: TrainState,
+        streams: Sequence[BatchStream],
+        veto: StepVeto | None = None,
+        closely: Observer | None = None,
+    ) -> StepOutcome:
+        """The step but for its progress: where no update was made, it can be attempted again.
+
+        Args:
+            state: what is trained.
+            streams: what each chunk reads.
+            veto: may leave the update out.
+            closely: sees every action, and gradients are looked at after each backward.
+        """
+        samples = self.next_batch_size(state)
         if self._profile is not None:
             self._profile.begin_step()
         for chunk in state.chunks:
@@ -106,18 +151,16 @@ class StepFunctions:
         for stream in streams:
             stream.iteration = state.iteration + 1
         loss_scale = state.optimizer.get_loss_scale()
-        evidence = Evidence(self._runtime.ctx) if self._looks_for_nan else None
-        hooks = self._hooks(state, evidence)
+        looks = self._looks_for_nan or closely is not None
+        evidence = Evidence(self._runtime.ctx) if looks else None
+        hooks = self._hooks(state, evidence, closely)
         records = self._run(state.chunks, streams, hooks, self._batch_sizes.get())
         loss, num_tokens = reduce_loss(records, self._runtime)
         if evidence is not None:
             evidence.mean_loss = loss
         settle(state)
         learning_rate, weight_decay = applied_rates(state)
-        update = state.optimizer.step()
-        state.unsettled = UnsettledUpdate(update.update_successful, samples, evidence)
-        state.iteration += 1
-        state.consumed_train_samples += samples
+        update = state.optimizer.step(None if veto is None else partial(veto, loss))
         return StepOutcome(
             loss=loss,
             grad_norm=update.grad_norm,
@@ -135,7 +178,34 @@ class StepFunctions:
                 )
                 if value is not None
             },
+            evidence=evidence,
         )
+
+    def advance(self, state: TrainState, outcome: StepOutcome, *, is_judged: bool = False) -> None:
+        """The step is done: it counts, with or without an update.
+
+        Args:
+            state: what is trained.
+            outcome: of the step.
+            is_judged: what to do about numbers that are not finite has been decided.
+        """
+        samples = outcome.global_batch_size
+        evidence = None if is_judged else outcome.evidence
+        state.unsettled = UnsettledUpdate(outcome.applied, samples, outcome.grad_norm, evidence)
+        state.iteration += 1
+        state.consumed_train_samples += samples
+
+    def pass_over(self, state: TrainState, streams: Sequence[BatchStream]) -> int:
+        """Let an iteration go by without computing anything; the number of its samples."""
+        settle(state)
+        samples = self.next_batch_size(state)
+        state.iteration += 1
+        state.consumed_train_samples += samples
+        state.skipped_iterations += 1
+        state.skipped_train_samples += samples
+        for stream in streams:
+            stream.seek(state.consumed_train_samples)
+        return samples
 
     @torch.no_grad()
     def evaluate(
@@ -182,8 +252,13 @@ class StepFunctions:
             hooks=hooks,
         )
 
-    def _hooks(self, state: TrainState, evidence: Evidence | None) -> ScheduleHooks:
+    def _hooks(
+        self, state: TrainState, evidence: Evidence | None, closely: Observer | None
+    ) -> ScheduleHooks:
         chunks = state.chunks
+        observer = self._profile or Unobserved()
+        if evidence is not None and closely is not None:
+            observer = GradientProbe(evidence, chunks, closely)
 
         def scale_loss(loss: Tensor) -> Tensor:
             if evidence is not None:
@@ -207,7 +282,7 @@ class StepFunctions:
             start_grad_sync=start_grad_sync,
             scale_loss=scale_loss,
             finalize_grads=finalize_grads,
-            observer=Unobserved() if self._profile is None else self._profile,
+            observer=observer,
         )
 
 
@@ -229,14 +304,20 @@ def settle(state: TrainState) -> None:
         state.scheduler.step(increment=last.samples)
     else:
         state.skipped_iterations += 1
-    if last.evidence is not None and not (applied and last.evidence.loss_is_finite()):
+        state.skipped_train_samples += last.samples
+    is_finite = bool(torch.isfinite(last.grad_norm))
+    if last.evidence is not None and not (is_finite and last.evidence.loss_is_finite()):
         found = find(last.evidence, state.chunks)
         refuse(state.iteration, found, was_applied=applied)
     if applied:
         return
-    if not state.optimizer.config.fp16:  # where overflows are how the loss scale finds its place
+    if is_finite or not state.optimizer.config.fp16:  # overflows are how its scale finds its place
         get_logger().warning(
-            "iteration %d: a gradient was not finite; its update was left out", state.iteration
+            "iteration %d: %s; its update was left out",
+            state.iteration,
+            f"gradient norm {float(last.grad_norm):.3g}"
+            if is_finite
+            else "a gradient was not finite",
         )
     if state.optimizer.grad_scaler.is_stuck():
         raise NumericsError(

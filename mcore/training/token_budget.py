@@ -73,6 +73,12 @@ class TokenBudgetLoader:
         """The next row; `sample_index` is the same for every layout."""
         return next(self._batches)
 
+    def seek(self, consumed: int) -> None:
+        """Go on after so many conversations, ahead or back."""
+        self._batches.close()
+        self._consumed = consumed
+        self._batches = self._all()
+
     def close(self) -> None:
         """Nothing is read ahead."""
         self._batches.close()

@@ -150,7 +150,7 @@ def _run_here(
     launch = Launch(0, 1, 0)
     if dist.is_initialized():
         launch = Launch(dist.get_rank(), dist.get_world_size(), dist.get_rank())
-    with _no_traces():
+    with no_traces():
         prepared = prepare(parse(words), launch)
         if dtype is not None:
             model = replace(prepared.config.model, params_dtype=dtype)
@@ -160,7 +160,7 @@ def _run_here(
 
 
 @contextmanager
-def _no_traces() -> Iterator[None]:
+def no_traces() -> Iterator[None]:
     """Give the process back as it was: log, random states, groups, threads."""
     logger = logging.getLogger("mcore")
     log = (list(logger.handlers), logger.level, logger.propagate)

@@ -171,3 +171,15 @@ def test_index_only_batches_read_nothing():
     unbounded = SingleSampler(total_samples=None, micro_batch_size=1)
     with BatchLoader(None, unbounded, consumed_samples=2**40) as loader:
         assert next(loader)["sample_index"].tolist() == [2**40]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_loader_goes_on_wherever_it_is_told_to(num_workers):
+    with BatchLoader(Slow(100), sampler(100), num_workers=num_workers) as loader:
+        next(loader)
+        loader.seek(40)  # ahead
+        assert next(loader)["sample_index"].tolist() == [40, 41]
+        loader.seek(2)  # back
+        assert next(loader)["sample_index"].tolist() == [2, 3]
+        assert next(loader)["tokens"][0, 0] == 40
+        assert loader.consumed_samples == 6

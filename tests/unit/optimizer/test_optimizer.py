@@ -228,3 +228,23 @@ def test_a_bad_gradient_on_one_rank_changes_nothing_on_any(bad_rank, value):
         assert not norm.isfinite()
         assert unchanged
         assert count == 1
+
+
+@pytest.mark.parametrize("rule", ["adam", "sgd", "lion"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_vetoed_update_changes_nothing_and_reads_nothing(rule, dtype):
+    net = make_net(dtype)
+    ddp = wrap(net)
+    optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-2, optimizer=rule), [ddp])
+    loss_of(net, 0).backward()
+    optimizer.step()
+    states = [s for _, _, state in optimizer.named_states() for s in state.values()]
+    before = [t.detach().clone() for t in [*net.parameters(), *states]]
+    ddp.zero_grad_buffer()
+    loss_of(net, 1).backward()
+    seen = []
+    with NoHostReads():
+        result = optimizer.step(lambda norm: seen.append(norm) or norm > 0)
+    assert not result.update_successful
+    assert seen[0] == result.grad_norm > 0
+    assert all(map(torch.equal, before, [*net.parameters(), *states]))

@@ -41,7 +41,7 @@ def example(hint):
     return ["7"], hint(7)
 
 
-@pytest.mark.parametrize(("section", "field", "hint", "name"), list(all_flags()))
+@pytest.mark.parametrize(("section", "field", "hint", "name"), all_flags())
 def test_every_spelling_of_every_field_sets_that_field(section, field, hint, name):
     words, value = example(hint)
     if hint is bool:

@@ -69,3 +69,15 @@ def test_a_foreign_file_is_left_alone(tmp_path, text):
 def test_a_place_that_cannot_be_written_is_named(tmp_path):
     with pytest.raises(ConfigError, match="--metrics-jsonl"):
         RecordFile(str(tmp_path), 0)
+
+
+def test_a_run_that_goes_back_forgets_what_came_after(tmp_path):
+    path = tmp_path / "records.jsonl"
+    file = RecordFile(str(path), 0)
+    for iteration in (1, 2, 3):
+        file.write({"iteration": iteration})
+    file.rewind(1)
+    file.write({"iteration": 2, "again": True})
+    file.close()
+    lines = path.read_text().splitlines()
+    assert lines == ['{"iteration": 1}', '{"iteration": 2, "again": true}']

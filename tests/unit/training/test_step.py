@@ -36,13 +36,15 @@ def test_the_schedule_follows_updates_that_were_made():
         scheduler=Schedule(),
         optimizer=SimpleNamespace(grad_scaler=scaler, config=SimpleNamespace(fp16=False)),
         skipped_iterations=0,
+        skipped_train_samples=0,
         iteration=1,
         unsettled=None,
     )
     settle(state)
     for applied in (True, False, True):
-        state.unsettled = UnsettledUpdate(torch.tensor(applied), 8)
+        state.unsettled = UnsettledUpdate(torch.tensor(applied), 8, torch.tensor(1.0))
         settle(state)
         settle(state)  # each update is settled once
     assert state.scheduler.steps == [8, 8]
     assert state.skipped_iterations == 1
+    assert state.skipped_train_samples == 8

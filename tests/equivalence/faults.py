@@ -1,0 +1,62 @@
+"""Faults put into training from outside: through the providers of a program and its corpus."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+from torch import nn
+
+from mcore.data import IndexedDatasetBuilder
+from mcore.training.batches import BatchStream
+from mcore.training.pretrain import Providers
+from pretrain_gpt import datasets_provider, forward_step, model_provider
+from tests.equivalence.tiny import EOD
+
+#: The document that no other is like.
+POISONED = 60
+
+
+@dataclass
+class NanGradient:
+    """A forward step after which one rank's gradient is not a number.
+
+    Attributes:
+        rank: the faulty rank.
+        iteration: when; None = always.
+        times: how often; a computation that is repeated more often comes out right.
+    """
+
+    rank: int
+    iteration: int | None
+    times: int
+
+    def __call__(self, stream: BatchStream, model: nn.Module) -> Any:
+        output, loss_func = forward_step(stream, model)
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        due = self.iteration in (None, stream.iteration) and self.times > 0
+        if rank == self.rank and due:
+            self.times -= 1
+            output.register_hook(lambda gradient: gradient * float("nan"))
+        return output, loss_func
+
+    def providers(self) -> Providers:
+        return Providers(datasets_provider, model_provider, self)
+
+
+def write_poisoned_corpus(prefix: Path, documents: int = 140) -> str:
+    """Documents of one token, and one document of tokens that occur nowhere else."""
+    generator = np.random.default_rng(3)
+    with IndexedDatasetBuilder(f"{prefix}.bin", np.uint16) as builder:
+        for number in range(documents):
+            length = 40 if number == POISONED else int(generator.integers(10, 30))
+            tokens = np.ones(length, np.int64)
+            if number == POISONED:
+                tokens = generator.integers(60, 100, length)
+            builder.add_item([*tokens.tolist(), EOD])
+            builder.end_document()
+        builder.finalize(f"{prefix}.idx")
+    return str(prefix)
