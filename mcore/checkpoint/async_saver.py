@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -27,6 +28,16 @@ Job = Callable[[dist.ProcessGroup | None], None]
 
 #: After another rank's failure this one's thread gets so long to see it too.
 _OWN_FAILURE_SECONDS = 30.0
+#: How much less than training the thread asks of a processor that both want.
+_NICENESS = 10
+
+
+def _give_way() -> None:
+    """Put this thread, and those that it starts to hash and flush, behind those of training."""
+    if sys.platform.startswith("linux"):  # elsewhere threads have no niceness of their own
+        thread = threading.get_native_id()
+        niceness = os.getpriority(os.PRIO_PROCESS, thread)
+        os.setpriority(os.PRIO_PROCESS, thread, niceness + _NICENESS)
 
 
 class AsyncSaver:
@@ -38,7 +49,7 @@ class AsyncSaver:
     next `poll`, `save`, `wait` or `close`, on every rank at the same call.
 
     The thread talks to the other ranks through gloo groups of its own, so nothing that training
-    sends can meet it. No process is forked.
+    sends can meet it. Where processors are scarce it gives way to training. No process is forked.
 
     Args:
         group: ranks that save together; None = all ranks of the job, or this process alone where
@@ -112,6 +123,7 @@ class AsyncSaver:
 
         def run() -> None:
             try:
+                _give_way()
                 job(self._writing)
             except BaseException as error:  # noqa: BLE001  (raised where the caller looks next)
                 self._failure = error

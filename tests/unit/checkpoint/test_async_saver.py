@@ -1,10 +1,12 @@
 """Saving in the background: the bytes of a save in the foreground, and no failure lost."""
 
 import errno
+import os
 import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -187,6 +189,26 @@ def test_ranks_learn_of_a_failure_together(tmp_path):
     assert "No space left" in first[1]
     assert (latest_iteration(tmp_path), complete_iterations(tmp_path)) == (3, [3])
     assert CheckpointReader(tmp_path).tensor("model.w")[:, 0].tolist() == [3, 3, 4, 4]
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="niceness of threads")
+def test_the_thread_gives_way_to_training():
+    def niceness():
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    seen = []
+
+    def job(_):
+        seen.append(niceness())
+        with ThreadPoolExecutor(1) as executor:
+            seen.append(executor.submit(niceness).result())
+
+    before = niceness()
+    saver = AsyncSaver()
+    saver.start(job)
+    saver.close()
+    assert seen == [before + 10] * 2
+    assert niceness() == before
 
 
 GROWTH = """
