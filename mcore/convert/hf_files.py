@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from mcore.checkpoint.metadata import DTYPES
+from mcore.checkpoint.shard_file import ShardItem, write_shard
 from mcore.errors import CheckpointError
 
 CONFIG = "config.json"
@@ -105,10 +105,10 @@ def read_json(path: Path) -> dict[str, Any]:
 def write_folder(
     path: Path,
     config: Mapping[str, Any],
-    tensors: Iterable[tuple[str, Tensor]],
+    tensors: Iterable[ShardItem],
     max_file_bytes: int = _MAX_FILE_BYTES,
 ) -> None:
-    """Write a folder; tensors are taken one by one, and one file's worth is held at a time.
+    """Write a folder; tensors are fetched one by one, as each is written.
 
     Raises:
         CheckpointError: the disk is full, or the like.
@@ -122,7 +122,7 @@ def write_folder(
                 old.unlink(missing_ok=True)
         _name_parts(path, parts, contents)
         (path / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-    except (SafetensorError, OSError) as error:
+    except OSError as error:
         raise CheckpointError(f"cannot write {path}: {error}") from error
     finally:
         for part in parts:
@@ -130,27 +130,28 @@ def write_folder(
 
 
 def _write_parts(
-    path: Path, tensors: Iterable[tuple[str, Tensor]], limit: int, parts: list[Path]
+    path: Path, tensors: Iterable[ShardItem], limit: int, parts: list[Path]
 ) -> list[dict[str, int]]:
     """Write numbered files, appended to `parts`; returns the names and bytes of what is in each."""
-    batch: dict[str, Tensor] = {}
     contents: list[dict[str, int]] = []
-
-    def flush() -> None:
-        parts.append(path / f"model.part{len(parts)}.safetensors")
-        save_file(batch, parts[-1], {"format": "pt"})
-        contents.append({name: tensor.nbytes for name, tensor in batch.items()})
-        batch.clear()
-
-    size = 0
-    for name, tensor in tensors:
-        if batch and size + tensor.nbytes > limit:
-            flush()
-            size = 0
-        batch[name] = tensor.contiguous()
-        size += tensor.nbytes
-    flush()
+    for group in _groups(tensors, limit):
+        part = path / f"model.part{len(parts)}.safetensors"
+        part.unlink(missing_ok=True)
+        parts.append(part)
+        write_shard(part, group)
+        contents.append({item.name: item.nbytes for item in group})
     return contents
+
+
+def _groups(tensors: Iterable[ShardItem], limit: int) -> Iterator[list[ShardItem]]:
+    """What goes into one file each."""
+    group: list[ShardItem] = []
+    for item in tensors:
+        if group and sum(other.nbytes for other in group) + item.nbytes > limit:
+            yield group
+            group = []
+        group.append(item)
+    yield group
 
 
 def _name_parts(path: Path, parts: list[Path], contents: list[dict[str, int]]) -> None:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from mcore.checkpoint.shard_file import ShardItem
 from mcore.convert.hf_family import HfFamily
 from mcore.convert.hf_files import CONFIG, HfFolder, write_folder
 from mcore.convert.hf_gpt2 import Gpt2
 from mcore.convert.hf_llama import Llama, Mistral, Qwen2, Qwen3
 from mcore.convert.model_options import ModelOptions, check_shapes
-from mcore.convert.model_state import ModelTensors
+from mcore.convert.model_state import ModelTensors, outline_of
 from mcore.convert.rules import Rule
 from mcore.errors import CheckpointError, UnsupportedError
 
@@ -153,7 +155,8 @@ def state_to_hf(
     unknown = tensors.keys() - options.shapes().keys()
     if unknown:
         raise CheckpointError(f"the options do not know parameters {', '.join(sorted(unknown))}")
-    dtype = str(tensors["embedding.word_embeddings.weight"].dtype).removeprefix("torch.")
+    embedding = outline_of(tensors, "embedding.word_embeddings.weight")
+    dtype = str(embedding.dtype).removeprefix("torch.")
     config = family.config(options) | {
         "model_type": family.model_type,
         "vocab_size": options.vocab_size,
@@ -162,7 +165,7 @@ def state_to_hf(
         "torch_dtype": dtype,
         "dtype": dtype,
     }
-    write_folder(Path(hf_dir), config, _translated(family, options, tensors))
+    write_folder(Path(hf_dir), config, list(_translated(family, options, tensors)))
 
 
 def fitting_family(options: ModelOptions, model_type: str | None = None) -> HfFamily:
@@ -188,13 +191,29 @@ def fitting_family(options: ModelOptions, model_type: str | None = None) -> HfFa
 
 def _translated(
     family: HfFamily, options: ModelOptions, tensors: Mapping[str, Tensor]
-) -> Iterator[tuple[str, Tensor]]:
+) -> Iterator[ShardItem]:
     shapes = options.shapes()
     for rule in family.rules(options):
-        tensor = tensors[rule.name]
-        if tuple(tensor.shape) != shapes[rule.name]:
+        outline = outline_of(tensors, rule.name)
+        if tuple(outline.shape) != shapes[rule.name]:
             raise CheckpointError(
-                f"{rule.name} has shape {list(tensor.shape)}, the options say "
+                f"{rule.name} has shape {list(outline.shape)}, the options say "
                 f"{list(shapes[rule.name])}"
             )
-        yield from zip(rule.sources, rule.split(tensor), strict=True)
+        parts = _Parts(rule, tensors)
+        for i, (source, part) in enumerate(zip(rule.sources, rule.split(outline), strict=True)):
+            place = (0,) * part.dim()
+            yield ShardItem(source, place, tuple(part.shape), part.dtype, partial(parts.take, i))
+
+
+class _Parts:
+    """What a parameter becomes: it is read for the first part and let go with the last."""
+
+    def __init__(self, rule: Rule, tensors: Mapping[str, Tensor]) -> None:
+        self._rule, self._tensors = rule, tensors
+        self._parts: dict[int, Tensor] = {}
+
+    def take(self, number: int) -> Tensor:
+        if number not in self._parts:
+            self._parts = dict(enumerate(self._rule.split(self._tensors[self._rule.name])))
+        return self._parts.pop(number)

@@ -43,6 +43,13 @@ class ModelTensors(Mapping[str, Tensor]):
         return len(self.like)
 
 
+def outline_of(tensors: Mapping[str, Tensor], name: str) -> Tensor:
+    """Shape and type of a parameter, on the `meta` device; `ModelTensors` do not read it."""
+    if isinstance(tensors, ModelTensors):
+        return tensors.like[name]
+    return torch.empty_like(tensors[name], device="meta")
+
+
 def save_model_state(
     root: str | os.PathLike[str],
     options: Mapping[str, Any],
