@@ -246,10 +246,9 @@ def overrides(arguments: Arguments, model_options: Mapping[str, Any]) -> list[st
         stored = _from_options(kind, model_options)
         for field, value in arguments.typed[name].items():
             if field in stored and stored[field] != value:
-                kind_of_source = arguments.source(name, field).kind
-                lines.append(
-                    f"{field}: {value!r} from the {kind_of_source}, checkpoint {stored[field]!r}"
-                )
+                origin = arguments.source(name, field).kind
+                flag = spellings()[field]
+                lines.append(f"{flag}: {value!r} from the {origin}, checkpoint {stored[field]!r}")
     return lines
 
 

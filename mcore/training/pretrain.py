@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Sequence
 
+from mcore.config.command_line import spelled_as_flags
 from mcore.config.run import RunConfig, batch_size_calculator, resolve
 from mcore.data.token_budget import BudgetedConversations
 from mcore.errors import CheckpointError, LostPeerError, McoreError, NumericsError
@@ -30,6 +31,7 @@ from mcore.training.initialize import (
 from mcore.training.logging import RunLog
 from mcore.training.loop import Run
 from mcore.training.memory_watch import MemoryWatch
+from mcore.training.options import spellings
 from mcore.training.pipeline_profile import PipelineProfile
 from mcore.training.prepare import Prepared, prepare
 from mcore.training.setup import (
@@ -101,7 +103,7 @@ def pretrain(
     except McoreError as error:
         if launch.rank > 0:
             time.sleep(_OTHERS_WAIT_SECONDS)
-        report_error(f"rank {launch.rank}: {error}")
+        report_error(f"rank {launch.rank}: {spelled_as_flags(str(error), spellings())}")
         leave_now(NUMERICS_EXIT_CODE if isinstance(error, NumericsError) else 1)
     except RuntimeError as error:
         if not is_loss_of_peer(error):

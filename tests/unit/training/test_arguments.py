@@ -175,7 +175,7 @@ def test_a_typed_flag_beats_the_checkpoint_and_is_told():
     assert config.gpt.rotary_base == 1000.0
     assert config.training.seq_length == 16
     (line,) = overrides(arguments, STORED)
-    assert line == "rotary_base: 1000.0 from the command line, checkpoint 500000.0"
+    assert line == "--rotary-base: 1000.0 from the command line, checkpoint 500000.0"
 
 
 def test_bf16_is_the_type_of_the_parameters():

@@ -1,10 +1,13 @@
 """Command lines that cannot work are refused before anything is started, in the user's words."""
 
+import re
+
 import pytest
 
 from mcore.errors import ConfigError, McoreError
 from mcore.training.arguments import parse
 from mcore.training.initialize import Launch
+from mcore.training.options import spellings
 from mcore.training.pretrain import prepare
 
 WORDS = {
@@ -69,7 +72,56 @@ def test_the_command_line_itself_is_fine():
         (1, "--finetune", ["--finetune", "--load"]),
         (1, "--use-checkpoint-args", ["--load"]),
         (1, "--train-iters 4 --train-samples 32", ["--train-iters", "--train-samples"]),
-        (1, "--swiglu --openai-gelu", ["swiglu", "--openai-gelu"]),
+        (1, "--swiglu --openai-gelu", ["--swiglu and --openai-gelu exclude each other"]),
+        (1, "--group-query-attention --num-query-groups 3",
+         ["--num-attention-heads (4)", "--num-query-groups (3)", "1, 2, 4"]),
+        (1, "--normalization BatchNorm", ["--normalization", "'BatchNorm'", "LayerNorm"]),
+        (1, "--sliding-window 0", ["--sliding-window is 0"]),
+        (1, "--label-smoothing 1", ["--label-smoothing (1.0)", "--z-loss-coefficient"]),
+        (1, "--recompute-method block", ["--recompute-method", "--recompute-granularity full"]),
+        (1, "--recompute-modules mpl", ["--recompute-modules has mpl", "core_attn"]),
+        (1, "--distribute-saved-activations",
+         ["--distribute-saved-activations needs --recompute-granularity full"]),
+        (1, "--rotary-percent 0", ["--rotary-percent is 0.0"]),
+        (1, "--use-rope-scaling", ["--position-embedding-type rope"]),
+        (1, "--position-embedding-type rope --kv-channels 5", ["--rotary-percent", "5"]),
+        (1, "--micro-batch-size 0 --seed 0", ["--micro-batch-size is 0", "--seed is 0"]),
+        (1, "--eval-iters -1", ["--eval-iters is -1", "0"]),
+        (1, "--eval-interval 0", ["--eval-interval is 0", "--eval-iters 0"]),
+        (1, "--log-interval 0", ["--log-interval is 0"]),
+        (1, "--num-workers -1", ["--num-workers is -1"]),
+        (1, "--distributed-timeout-minutes 0", ["--distributed-timeout-minutes is 0"]),
+        (1, "--optimizer lamb", ["--optimizer", "'lamb'", "adam"]),
+        (1, "--lr 1e-4 --min-lr 1", ["--lr (0.0001)", "--min-lr (1.0)"]),
+        (1, "--weight-decay -1", ["--weight-decay is -1.0"]),
+        (1, "--start-weight-decay 0.1", ["--weight-decay-incr-style"]),
+        (1, "--weight-decay-incr-style linear --start-weight-decay 2 --end-weight-decay 1",
+         ["--start-weight-decay (2.0)", "--end-weight-decay (1.0)"]),
+        (1, "--lr-warmup-iters 4", ["the warmup (4", "--lr-decay-iters", "(4;"]),
+        (1, "--lr-warmup-init 1", ["--lr-warmup-init (1.0)", "--lr (0.001)"]),
+        (1, "--lr-warmup-samples 2", ["--train-iters", "--lr-warmup-samples"]),
+        (1, "--lr-decay-style WSD", ["--lr-wsd-decay-iters"]),
+        (1, "--hysteresis 0", ["--hysteresis is 0"]),
+        (1, "--override-opt-param-scheduler --use-checkpoint-opt-param-scheduler",
+         ["--override-opt-param-scheduler", "--use-checkpoint-opt-param-scheduler"]),
+        (1, "--use-distributed-optimizer --data-parallel-sharding-strategy optim_grads",
+         ["--use-distributed-optimizer", "--data-parallel-sharding-strategy"]),
+        (1, "--overlap-param-gather", ["--overlap-param-gather needs sharding"]),
+        (1, "--ddp-bucket-size 5 --ddp-num-buckets 5", ["--ddp-bucket-size", "--ddp-num-buckets"]),
+        (4, "--use-distributed-optimizer --num-distributed-optimizer-instances 3",
+         ["--num-distributed-optimizer-instances (3)", "(4)"]),
+        (1, "--save x --save-interval 2 --keep-every 4", ["--keep-every needs --keep-latest"]),
+        (1, "--save x --save-interval 2 --save-retain-interval 3",
+         ["--save-retain-interval (3)", "--save-interval (2)"]),
+        (1, "--tokenizer-type GPT2BPETokenizer", ["--vocab-file", "--merge-file"]),
+        (1, "--vocab-extra-ids -1", ["--vocab-extra-ids is -1"]),
+        (2, "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 4",
+         ["--num-layers (4)", "first stage (4)"]),
+        (2, "--pipeline-model-parallel-size 2 --pipeline-schedule interleaved-1f1b",
+         ["--num-virtual-stages-per-pipeline-rank"]),
+        (2, "--pipeline-model-parallel-size 2 --pipeline-schedule 2f2b", ["2f2b", "1f1b"]),
+        (1, "--train-iters - --train-samples 3", ["--train-samples (3)", "(8)"]),
+        (1, "--manual-gc-interval 3", ["--manual-gc-interval (3) needs --manual-gc"]),
         (1, "--recompute-granularity full", ["--recompute-method", "--recompute-num-layers"]),
         (1, "--hidden-dropout 1.5", ["--hidden-dropout is 1.5"]),
         (1, "--bf16 --fp16", ["--bf16", "--fp16"]),
@@ -81,6 +133,9 @@ def test_a_command_line_that_cannot_work_is_refused(world_size, changes, fragmen
         prepared(world_size, changes)
     for fragment in fragments:
         assert fragment in str(caught.value)
+    # Everything is said in flags, nothing in the names of fields.
+    words = set(re.findall(r"(?<![\w/-])[a-z]+(?:_[a-z]+)+", str(caught.value)))
+    assert words & set(spellings()) == set()
 
 
 def test_all_problems_are_told_together():
