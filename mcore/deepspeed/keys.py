@@ -66,8 +66,10 @@ def _data_type(translation: Translation, path: str, value: Any) -> None:
 
 
 def _offload_device(translation: Translation, path: str, value: Any) -> None:
-    if value not in (None, "none"):
-        translation.refuse(path, value, "optimizer states stay on the device; drop it")
+    if value == "cpu":
+        translation.set(path, "optimizer", "optimizer_cpu_offload", True)
+    elif value not in (None, "none"):
+        translation.refuse(path, value, "optimizer states go to host memory at most; write cpu")
 
 
 ZERO: Mapping[str, Rule] = {
@@ -85,7 +87,7 @@ ZERO: Mapping[str, Rule] = {
     "legacy_stage1": only(False, otherwise="drop it"),
     "elastic_checkpoint": only(False, otherwise="every checkpoint loads at every layout; drop it"),
     "offload_optimizer.device": _offload_device,
-    "offload_optimizer.ratio": unused("nothing is kept off the device", 1.0, 1),
+    "offload_optimizer.ratio": option("optimizer", "optimizer_offload_fraction", number),
     "offload_optimizer.pin_memory": unused("host memory is pinned where CUDA uses it"),
     "offload_optimizer.nvme_path": unused("nothing is kept on a disk", None),
     "offload_optimizer.buffer_count": unused("nothing is kept on a disk"),

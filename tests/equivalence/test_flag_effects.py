@@ -1,9 +1,12 @@
 """Flags whose effect is no figure of the run: files, kernels, queues."""
 
+import json
+
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from mcore.cli.main import main
 from mcore.training import logging
 from tests.equivalence.program import train, train_and_inspect
 from tests.equivalence.tiny import command, write_corpus
@@ -55,3 +58,29 @@ def test_tensorboard_log_interval_and_queue(corpus, tmp_path, monkeypatch):
     events = EventAccumulator(str(tmp_path)).Reload()
     assert [event.step for event in events.Scalars("lm loss")] == [2, 4]
     assert queues == [7]
+
+
+def test_check_takes_the_model_from_a_checkpoint_and_says_so(corpus, tmp_path, capsys):
+    train(command(corpus, 2, f"--save {tmp_path} --save-interval 2 --rotary-base 77"))
+    capsys.readouterr()
+    words = f"--load {tmp_path} --use-checkpoint-args --hidden-dropout 0 --micro-batch-size 1"
+    rest = f"--train-iters 4 --lr 1e-3 --data-path {corpus} --world-size 2 --json"
+    assert main(["check", *words.split(), *rest.split()]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["config"]["model"]["num_layers"] == 4
+    origins = {
+        field: told["sources"][section][field]["kind"]
+        for section, field in (
+            ("model", "num_layers"),
+            ("gpt", "rotary_base"),
+            ("model", "hidden_dropout"),
+            ("model", "sequence_parallel"),
+        )
+    }
+    assert origins == {
+        "num_layers": "checkpoint",
+        "rotary_base": "checkpoint",
+        "hidden_dropout": "command line",
+        "sequence_parallel": "default",
+    }
+    assert "--hidden-dropout: 0.0 from the command line, checkpoint 0.1" in told["notes"]

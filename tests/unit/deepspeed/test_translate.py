@@ -107,6 +107,13 @@ def test_corners_of_file_and_command_line_are_one_triangle():
          {},
          {"ddp.data_parallel_sharding_strategy": "optim_grads_params", "ddp.bucket_size": 100,
           "ddp.overlap_grad_reduce": True}),
+        ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu", "ratio": 0.5,
+                                                                  "pin_memory": True}}},
+         {},
+         {"ddp.data_parallel_sharding_strategy": "optim",
+          "optimizer.optimizer_cpu_offload": True, "optimizer.optimizer_offload_fraction": 0.5}),
+        ({"zero_optimization": {"cpu_offload": True}}, {},
+         {"optimizer.optimizer_cpu_offload": True}),
         ({"zero_optimization": {"reduce_bucket_size": "auto"}}, {"model__hidden_size": 64},
          {"ddp.bucket_size": 4096}),
         (
