@@ -202,9 +202,14 @@ def _profile(config: RunConfig, runtime: Runtime) -> PipelineProfile | None:
 
 
 def _refuse(error: McoreError, launch: Launch) -> None:
-    """Leave before any process group exists. All ranks see the same error, one of them tells it."""
+    """Leave before any process group exists.
+
+    All ranks see the same error as a rule, and rank 0 tells it. On another machine, or in a folder
+    of its own, a rank may be the only one: it speaks if nobody has ended it meanwhile.
+    """
     if launch.rank == 0:
         report_error(str(error))
     else:
-        time.sleep(_OTHERS_WAIT_SECONDS)
+        time.sleep(_OTHERS_WAIT_SECONDS * (1 if launch.local_rank == 0 else 4))
+        report_error(f"rank {launch.rank}: {error}")
     sys.exit(2)

@@ -8,7 +8,8 @@ from mcore.errors import ConfigError, McoreError
 from mcore.training.arguments import parse
 from mcore.training.initialize import Launch
 from mcore.training.options import spellings
-from mcore.training.pretrain import prepare
+from mcore.training.prepare import prepare
+from mcore.training.pretrain import _refuse
 
 WORDS = {
     "--num-layers": "4",
@@ -150,3 +151,15 @@ def test_all_problems_are_told_together():
 @pytest.mark.parametrize("world_size", [1, 2, 4, 8])
 def test_a_batch_that_fits_is_accepted(world_size):
     assert prepared(world_size).config.training.global_batch_size == 8
+
+
+@pytest.mark.parametrize(("launch", "wait"), [((0, 16, 0), 0), ((8, 16, 0), 3), ((9, 16, 1), 12)])
+def test_a_rank_that_alone_sees_an_error_tells_it_late(launch, wait, capsys, monkeypatch):
+    waits = []
+    monkeypatch.setattr("time.sleep", waits.append)
+    with pytest.raises(SystemExit) as left:
+        _refuse(ConfigError("no such file"), Launch(*launch))
+    assert left.value.code == 2
+    assert sum(waits) == wait
+    prefix = "" if launch[0] == 0 else f"rank {launch[0]}: "
+    assert capsys.readouterr().err == f"error: {prefix}no such file\n"
