@@ -10,18 +10,13 @@ from pathlib import Path
 import pytest
 
 from tests.equivalence.program import Layout, largest_difference, read_records, train
-from tests.equivalence.tiny import command, write_corpus
+from tests.equivalence.tiny import command
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = ROOT / "pretrain_gpt.py"
 LIMIT_SECONDS = 240  # of a test; what the product promises is asserted where it matters
 
 pytestmark = pytest.mark.cli
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return write_corpus(tmp_path_factory.mktemp("corpus") / "text_document")
 
 
 def start(words, folder):
