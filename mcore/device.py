@@ -41,6 +41,11 @@ def pick_device(name: DeviceName, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
+def device_name(device: torch.device) -> str:
+    """What a person calls it: the GPU's model, or CPU."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
 def backend_name(device: torch.device) -> str:
     """The torch.distributed backend for a device: nccl on CUDA, gloo on the CPU."""
     return "nccl" if device.type == "cuda" else "gloo"

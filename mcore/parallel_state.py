@@ -119,7 +119,7 @@ def destroy_model_parallel() -> None:
 
 @contextmanager
 def use_context(context: ParallelContext) -> Iterator[ParallelContext]:
-    """Answer from another context inside a `with` block (for tests)."""
+    """Answer from another context inside a `with` block, in tests or to compute alone."""
     global _CONTEXT  # the one context of the process, see the module docstring
     previous, _CONTEXT = _CONTEXT, context
     try:

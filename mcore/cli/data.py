@@ -24,6 +24,7 @@ _READING_OPTIONS = (
     "dataloader_type",
     "data_sharding",
     "multiple_validation_sets",
+    "validation_set_names",
     "sft",
     "sft_tokenizer_prompt_format",
 )

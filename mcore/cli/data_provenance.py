@@ -23,6 +23,7 @@ from mcore.num_microbatches_calculator import (
 _OTHER_DATA = (
     "num_workers",
     "multiple_validation_sets",
+    "validation_set_names",
     "sft",
     "sft_tokenizer_prompt_format",
 )

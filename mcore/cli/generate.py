@@ -1,32 +1,42 @@
-"""`mcore generate`: let a checkpoint's model continue a text."""
+"""`mcore generate`: let a checkpoint's model continue texts."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from mcore import parallel_state
 from mcore.config.command_line import add_flags
 from mcore.config.fields import flag_of
 from mcore.config.tokenizer import TokenizerConfig
-from mcore.device import pick_device
 from mcore.errors import ConfigError
-from mcore.generation import Sampling, generate, load_model
+from mcore.generation import LoadedModel, Sampling, generate, generate_batch, load_model
 from mcore.tokenizers import Tokenizer, build_tokenizer
+from mcore.topology.collectives import all_gather_object
+from mcore.topology.context import ParallelContext
+from mcore.training.initialize import join_world, leave_world, read_launch
 
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command."""
     parser = subparsers.add_parser(
         "generate",
-        help="let a trained model continue a text",
-        description="Reads a checkpoint of any layout, in one process. Model and tokenizer are "
-        "those that the checkpoint names; a tokenizer flag replaces what is stored.",
+        help="let a trained model continue texts",
+        description="Reads a checkpoint of any layout, in one process or, under torchrun, spread "
+        "over tensor- and pipeline-parallel ranks; further ranks are replicas that share the "
+        "prompts out. Model and tokenizer are those that the checkpoint names; a tokenizer flag "
+        "replaces what is stored.",
     )
     add = parser.add_argument
     add("--load", required=True, metavar="DIR", help="save root, or one iteration's directory")
     add("--ckpt-step", type=int, metavar="N", help="iteration; the pointer file's when absent")
-    add("--prompt", required=True, metavar="TEXT", help="text to continue")
+    add("--prompt", action="append", metavar="TEXT", help="text to continue; may be repeated")
+    add("--prompts-file", metavar="FILE", help="a text to continue on each line")
     add("--max-new-tokens", type=int, default=100, metavar="N", help="default: 100")
     add("--greedy", action="store_true", help="always the most likely token")
     add("--temperature", type=float, default=1.0, metavar="T", help="default: 1")
@@ -34,7 +44,16 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add(
         "--top-p", type=float, default=1.0, metavar="P", help="... that have probability P together"
     )
-    add("--seed", type=int, default=1234, help="the same seed gives the same text; default: 1234")
+    add(
+        "--seed",
+        type=int,
+        default=1234,
+        help="the same seed gives the same texts at every layout; default: 1234",
+    )
+    add("--json", action="store_true", help="print a JSON list with an object for each prompt")
+    add("--tensor-model-parallel-size", type=int, default=1, metavar="T", help="default: 1")
+    add("--pipeline-model-parallel-size", type=int, default=1, metavar="P", help="default: 1")
+    add("--bf16", action="store_true", help="compute in bfloat16; float32 when absent")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: auto")
     tokenizer = parser.add_argument_group("tokenizer (default: the checkpoint's)")
     add_flags(tokenizer, TokenizerConfig, omit=("make_vocab_size_divisible_by",))
@@ -42,7 +61,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the prompt and what follows it, as it comes.
+    """Print every prompt and what follows it; a single one as it comes.
 
     Raises:
         McoreError: options, checkpoint or tokenizer that cannot be used.
@@ -52,22 +71,93 @@ def run(args: argparse.Namespace) -> int:
     sampling = Sampling(
         greedy=args.greedy, temperature=args.temperature, top_k=args.top_k, top_p=args.top_p
     )
-    loaded = load_model(args.load, args.ckpt_step, pick_device(args.device, 0))
-    tokenizer = build_tokenizer(tokenizer_config(loaded.options, vars(args)))
-    tokens = tokenizer.tokenize(args.prompt)
-    shown = ""
-    for token in generate(
-        loaded.model,
-        tokens,
-        max_new_tokens=args.max_new_tokens,
-        sampling=sampling,
-        seed=args.seed,
-        stop_id=_end_of_document(tokenizer),
-    ):
-        tokens.append(token)
-        shown = _print_news(tokenizer.detokenize(tokens), shown)
-    print(tokenizer.detokenize(tokens)[len(shown) :])
+    prompts = _prompts(args)
+    world = join_world(read_launch(), args.device)
+    try:
+        ctx = parallel_state.initialize_model_parallel(
+            args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+        )
+        loaded = load_model(args.load, args.ckpt_step, world.device, ctx=ctx, bf16=args.bf16)
+        tokenizer = build_tokenizer(tokenizer_config(loaded.options, vars(args)))
+        _Session(args, sampling, ctx, loaded, tokenizer).continue_all(prompts)
+    finally:
+        leave_world(world)
     return 0
+
+
+def _prompts(args: argparse.Namespace) -> list[str]:
+    prompts = list(args.prompt or [])
+    if args.prompts_file is not None:
+        prompts += Path(args.prompts_file).read_text(encoding="utf-8").splitlines()
+    if not prompts:
+        raise ConfigError("nothing to continue; give --prompt TEXT or --prompts-file FILE")
+    return prompts
+
+
+@dataclass(frozen=True, slots=True)
+class _Session:
+    """What one call of the command works with."""
+
+    args: argparse.Namespace
+    sampling: Sampling
+    ctx: ParallelContext
+    loaded: LoadedModel
+    tokenizer: Tokenizer
+
+    def continue_all(self, prompts: list[str]) -> None:
+        """Continue the prompts and print them on rank 0."""
+        encoded = [list(self.tokenizer.tokenize(prompt)) for prompt in prompts]
+        if len(prompts) == 1 and self.ctx.dp.size == 1 and not self.args.json:
+            self._stream(encoded[0])
+            return
+        added = self._continue(encoded)
+        if self.ctx.rank != 0:
+            return
+        texts = [self.tokenizer.detokenize(p + a) for p, a in zip(encoded, added, strict=True)]
+        if self.args.json:
+            rows = zip(prompts, texts, encoded, added, strict=True)
+            names = ("prompt", "text", "prompt_tokens", "new_tokens")
+            print(json.dumps([dict(zip(names, row, strict=True)) for row in rows], indent=2))
+        else:
+            print("\n\n".join(texts))
+
+    def _continue(self, prompts: list[list[int]]) -> list[list[int]]:
+        """The new tokens of each prompt; replicas take every d-th prompt."""
+        replica, replicas = self.ctx.dp.rank, self.ctx.dp.size
+        mine = range(replica, len(prompts), replicas)
+        added: dict[int, list[int]] = {number: [] for number in mine}
+        for step in generate_batch(
+            self.loaded.model,
+            [prompts[number] for number in mine],
+            max_new_tokens=self.args.max_new_tokens,
+            sampling=self.sampling,
+            seeds=[self.args.seed + number for number in mine],
+            stop_id=_end_of_document(self.tokenizer),
+            ctx=self.ctx,
+        ):
+            for tokens, token in zip(added.values(), step, strict=True):
+                tokens += [] if token is None else [token]
+        everyone: dict[int, list[int]] = {}
+        for part in all_gather_object(added, self.ctx.dp):
+            everyone.update(part)
+        return [everyone[number] for number in range(len(prompts))]
+
+    def _stream(self, prompt: Sequence[int]) -> None:
+        tokens, shown, prints = list(prompt), "", self.ctx.rank == 0
+        for token in generate(
+            self.loaded.model,
+            prompt,
+            max_new_tokens=self.args.max_new_tokens,
+            sampling=self.sampling,
+            seed=self.args.seed,
+            stop_id=_end_of_document(self.tokenizer),
+            ctx=self.ctx,
+        ):
+            tokens.append(token)
+            if prints:
+                shown = _print_news(self.tokenizer.detokenize(tokens), shown)
+        if prints:
+            print(self.tokenizer.detokenize(tokens)[len(shown) :])
 
 
 def tokenizer_config(options: dict[str, Any], typed: dict[str, Any]) -> TokenizerConfig:

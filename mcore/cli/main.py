@@ -12,7 +12,7 @@ from mcore.errors import ConfigError, McoreError, TopologyError, UnsupportedErro
 from mcore.version import __version__
 
 #: Each is the module `mcore.cli.NAME`, loaded when it is asked for: some take seconds to import.
-COMMANDS = ("check", "ckpt", "convert", "data", "generate", "ranks", "schedule")
+COMMANDS = ("check", "ckpt", "convert", "data", "generate", "ranks", "schedule", "selftest")
 
 _USAGE_ERRORS = (ConfigError, TopologyError, UnsupportedError)
 

@@ -106,6 +106,32 @@ def _ramp(config: RunConfig, dp: int) -> str | None:
     )
 
 
+def _evaluation(config: RunConfig, world_size: int) -> str | None:
+    """Whole micro batches in an evaluated batch, and data that can be measured so."""
+    model, training, options = config.model, config.training, config.evaluation
+    if config.data.sft and options.full_validation:
+        return "--full-validation is not available with --sft; give --eval-iters"
+    sizes = (options.eval_micro_batch_size, options.eval_global_batch_size)
+    if sizes == (None, None):
+        return None
+    if training.max_tokens_per_microbatch is not None:
+        return (
+            "--eval-micro-batch-size and --eval-global-batch-size are not available with "
+            "--max-tokens-per-microbatch"
+        )
+    shards = model.tensor_model_parallel_size * model.pipeline_model_parallel_size
+    dp = max(1, world_size // (shards * model.context_parallel_size))
+    micro = options.eval_micro_batch_size or training.micro_batch_size
+    batch = options.eval_global_batch_size or training.global_batch_size
+    if micro is None or batch is None or batch % (micro * dp) == 0:
+        return None
+    return (
+        f"--eval-global-batch-size ({batch}) must be a multiple of --eval-micro-batch-size "
+        f"({micro}) x data-parallel size ({dp}) = {micro * dp}; for a size that is absent the "
+        "training's stands in"
+    )
+
+
 def _step_schedule(config: RunConfig, world_size: int) -> str | None:
     model, training = config.model, config.training
     text, micro, length = (
@@ -383,6 +409,7 @@ CHECKS: tuple[Check, ...] = (
     _required,
     _world,
     _batch,
+    _evaluation,
     _step_schedule,
     _train_samples,
     _sequence_parallel,

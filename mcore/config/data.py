@@ -70,6 +70,12 @@ class DataConfig:
     multiple_validation_sets: bool = flag(
         False, help="Measure every corpus of the validation split on its own; without weights."
     )
+    validation_set_names: tuple[str, ...] | None = flag(
+        None,
+        metavar="NAME",
+        help="With --multiple-validation-sets, what each is called in logs and records, in order; "
+        "the last part of its path when absent.",
+    )
     sft: bool = flag(
         False,
         help="Fine-tuning: data paths are files of JSON lines with prompt and response, or with "
@@ -117,6 +123,8 @@ class DataConfig:
                 "--sft has an order and splits of its own; drop --data-order stable and "
                 "--multiple-validation-sets"
             )
+        if self.validation_set_names is not None and not self.multiple_validation_sets:
+            yield "--validation-set-names needs --multiple-validation-sets"
         yield from below(self, 0, "num_workers")
         yield from not_one_of(self.data_order, ("megatron", "stable"), "data_order")
         if self.dataloader_type == "external":

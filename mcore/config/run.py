@@ -113,6 +113,8 @@ class Resolved:
         num_microbatches: micro batches per copy and step, likewise.
         train_iters: optimizer steps of the whole run.
         seq_length: tokens per sample, or per row of a token budget.
+        eval_micro_batch_size: samples that one copy evaluates at a time.
+        eval_global_batch_size: samples of an evaluated batch.
     """
 
     data_parallel_size: int
@@ -121,6 +123,13 @@ class Resolved:
     num_microbatches: int
     train_iters: int
     seq_length: int
+    eval_micro_batch_size: int
+    eval_global_batch_size: int
+
+    @property
+    def eval_num_microbatches(self) -> int:
+        """Micro batches per copy of an evaluated batch."""
+        return self.eval_global_batch_size // (self.eval_micro_batch_size * self.data_parallel_size)
 
 
 def resolve(config: RunConfig, world_size: int) -> Resolved:
@@ -150,6 +159,8 @@ def resolve(config: RunConfig, world_size: int) -> Resolved:
         num_microbatches=global_batch_size // per_step,
         train_iters=iters,
         seq_length=training.max_tokens_per_microbatch or training.seq_length,
+        eval_micro_batch_size=config.evaluation.eval_micro_batch_size or training.micro_batch_size,
+        eval_global_batch_size=config.evaluation.eval_global_batch_size or global_batch_size,
     )
 
 

@@ -130,6 +130,18 @@ class EvaluationConfig:
         help="Global batches per evaluation; 0 = never evaluate (no valid or test data is opened).",
     )
     eval_interval: int = flag(1000, help="Iterations between evaluations on the validation set.")
+    start_eval_at_iter: int = flag(0, help="No evaluation during training before this iteration.")
+    full_validation: bool = flag(
+        False,
+        help="Measure every sample of each validation set, each once; --eval-iters then holds for "
+        "the test set only.",
+    )
+    eval_micro_batch_size: int | None = flag(
+        None, help="Samples that a rank evaluates at a time; --micro-batch-size when absent."
+    )
+    eval_global_batch_size: int | None = flag(
+        None, help="Samples of an evaluated global batch; --global-batch-size when absent."
+    )
 
     def __post_init__(self) -> None:
         refuse(self._problems())
@@ -137,6 +149,8 @@ class EvaluationConfig:
     def _problems(self) -> Iterator[str]:
         if self.eval_iters < 0:
             yield f"eval_iters is {self.eval_iters}; use 0 to switch evaluation off"
+        yield from below(self, 1, "eval_micro_batch_size", "eval_global_batch_size")
+        yield from below(self, 0, "start_eval_at_iter")
         if self.eval_interval < 1:
             yield (
                 f"eval_interval is {self.eval_interval}; use a whole number from 1 up "

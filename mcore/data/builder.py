@@ -97,7 +97,8 @@ def build_train_valid_test_datasets(  # noqa: PLR0913  (keywords, each with a pl
         bounds = split_bounds(DEFAULT_SPLIT if config.split is None else config.split)
     corpora = _Corpora(config.mmap_bin_files, tokenizer)
     if config.multiple_validation_sets:
-        group = _build_group(blends[1], bounds[1], sizes[1], corpora, options)
+        names = config.validation_set_names
+        group = _build_group(blends[1], bounds[1], sizes[1], corpora, options, names)
         blends = (blends[0], None, blends[2])
     train, valid, test = (
         None
@@ -114,15 +115,25 @@ def _build_group(
     size: int | None,
     corpora: _Corpora,
     options: SampleOptions,
+    chosen_names: tuple[str, ...] | None,
 ) -> DatasetGroup | None:
-    """Each corpus as a data set, by the last part of its path where those differ."""
+    """Each corpus as a data set: by its chosen name, or the last part of its path if those differ.
+
+    Raises:
+        DataError: weights, or names that are not one for each corpus.
+    """
     if blend is None or bounds is None or size == 0:
         return None
     if blend.weights is not None:
         raise DataError(
             "--multiple-validation-sets measures each corpus on its own; leave the weights out"
         )
-    names = [os.path.basename(prefix) for prefix in blend.prefixes]
+    names = list(chosen_names or map(os.path.basename, blend.prefixes))
+    if chosen_names and (len(names) != len(blend.prefixes) or len(set(names)) < len(names)):
+        raise DataError(
+            f"--validation-set-names gives {', '.join(names)} to {len(blend.prefixes)} validation "
+            "sets; give each a name of its own"
+        )
     if len(set(names)) < len(names):
         names = list(blend.prefixes)
     return DatasetGroup(

@@ -225,6 +225,20 @@ def broadcast_(x: Tensor, group: Group, src: int = 0) -> Tensor:
     return x
 
 
+def send(x: Tensor, group: Group, target: int) -> None:
+    """Send `x` to the member at position `target`, which calls `receive_`; waits until it may go.
+
+    Comm: one message of x's bytes.
+    """
+    dist.send(x.contiguous(), dst=group.ranks[target], group=group.handle)
+
+
+def receive_(x: Tensor, group: Group, source: int) -> Tensor:
+    """Overwrite `x`, contiguous, with what the member at position `source` sends; returns it."""
+    dist.recv(x, src=group.ranks[source], group=group.handle)
+    return x
+
+
 def barrier(group: Group) -> None:
     """Wait until every member is here."""
     if group.size > 1:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from mcore import parallel_state
 from mcore.config.run import RunConfig
-from mcore.device import backend_name, pick_device
+from mcore.device import DeviceName, backend_name, pick_device
 from mcore.errors import ConfigError
 from mcore.log import configure, get_logger, warn_ignored
 from mcore.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -78,6 +78,54 @@ def read_launch(local_rank: int | None = None) -> Launch:
     return Launch(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(local))
 
 
+@dataclass(frozen=True, slots=True)
+class World:
+    """The job that this process has joined.
+
+    Attributes:
+        device: where its tensors live.
+        backend: of the process groups.
+        is_owned: this program initialised torch.distributed, and ends it.
+    """
+
+    device: torch.device
+    backend: str
+    is_owned: bool
+
+
+def join_world(
+    launch: Launch, device_name: DeviceName, backend: str | None = None, *, minutes: int = 10
+) -> World:
+    """Pick the device and create the default process group, where there are several processes.
+
+    Args:
+        launch: place of this process.
+        device_name: `cpu`, `cuda`, or `auto` for CUDA where there is one.
+        backend: `nccl` or `gloo`; None = the one of the device.
+        minutes: after which a collective that does not finish fails.
+
+    Comm: a rendezvous of all processes.
+
+    Raises:
+        ConfigError: a device or backend that is not there.
+    """
+    device = pick_device(device_name, launch.local_rank)
+    backend = backend or backend_name(device)
+    if backend == "nccl" and device.type != "cuda":
+        raise ConfigError("distributed_backend is nccl but the device is the CPU; use gloo")
+    is_owned = launch.world_size > 1 and not dist.is_initialized()
+    if is_owned:
+        _create_default_group(backend, timedelta(minutes=minutes))
+    return World(device, backend, is_owned)
+
+
+def leave_world(world: World) -> None:
+    """Free the parallel groups, and the default group if `join_world` made it."""
+    parallel_state.destroy_model_parallel()
+    if world.is_owned:
+        dist.destroy_process_group()
+
+
 def initialize(config: RunConfig, launch: Launch) -> Runtime:
     """Join the job.
 
@@ -88,15 +136,12 @@ def initialize(config: RunConfig, launch: Launch) -> Runtime:
         TopologyError: sizes that do not fit the world.
     """
     configure(launch.rank, launch.world_size)
-    device = pick_device(config.runtime.device, launch.local_rank)
-    backend = config.runtime.distributed_backend or backend_name(device)
-    if backend == "nccl" and device.type != "cuda":
-        raise ConfigError("distributed_backend is nccl but the device is the CPU; use gloo")
     minutes = config.runtime.distributed_timeout_minutes
     _choose_kernels(config.runtime.deterministic_mode)
-    owns_world = launch.world_size > 1 and not dist.is_initialized()
-    if owns_world:
-        _join_world(backend, timedelta(minutes=minutes))
+    world = join_world(
+        launch, config.runtime.device, config.runtime.distributed_backend, minutes=minutes
+    )
+    device, backend = world.device, world.backend
     model, pipeline = config.model, plan_pipeline(config)
     ctx = parallel_state.initialize_model_parallel(
         model.tensor_model_parallel_size,
@@ -121,7 +166,7 @@ def initialize(config: RunConfig, launch: Launch) -> Runtime:
         get_logger().info("pipeline schedule: %s", pipeline.schedule.name)
     elif config.pipeline.pipeline_schedule is not None:
         warn_ignored("--pipeline-schedule", "there is one pipeline rank")
-    return Runtime(ctx, device, owns_world, pipeline)
+    return Runtime(ctx, device, world.is_owned, pipeline)
 
 
 def _choose_kernels(deterministic: bool) -> None:
@@ -130,7 +175,7 @@ def _choose_kernels(deterministic: bool) -> None:
     torch.use_deterministic_algorithms(deterministic)
 
 
-def _join_world(backend: str, timeout: timedelta) -> None:
+def _create_default_group(backend: str, timeout: timedelta) -> None:
     """Create the default group, under names of this attempt's own.
 
     torchrun keeps one store for all attempts of an elastic job: without that, a restarted rank may

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mcore.config.run import Resolved, RunConfig
@@ -18,6 +18,7 @@ from mcore.training import checkpointing
 from mcore.training.autopilot import Autopilot, RollBack
 from mcore.training.batches import BatchStream, build_stream
 from mcore.training.checkpoint_writer import CheckpointWriter
+from mcore.training.evaluation import Measurement, plan_measurement
 from mcore.training.garbage import collect_if_due
 from mcore.training.initialize import Runtime
 from mcore.training.logging import RunLog
@@ -156,12 +157,10 @@ class Run:
         return sum(losses) / len(losses)
 
     def _measure(self, split: str, samples: SampleDataset, name: str | None = None) -> float:
-        iterations = self.config.evaluation.eval_iters
-        evaluations = (self.state.iteration - 1) // self.config.evaluation.eval_interval
-        consumed = max(0, evaluations) * iterations * self.resolved.global_batch_size
-        streams = self._streams(samples, consumed if split == "valid" else 0)
+        part = plan_measurement(split, samples, self.config, self.resolved, self.state.iteration)
+        streams = self._streams(part.samples, part.first, part)
         try:
-            loss = self.steps.evaluate(self.state.chunks, streams, iterations)
+            loss = self.steps.evaluate(self.state.chunks, streams, part.iterations)
         finally:
             close(streams)
         self.log.evaluation(split, self.state, loss, name)
@@ -180,13 +179,16 @@ class Run:
         self.autopilot.checkpoint = self.state.iteration
         self.log.restart_clock()
 
-    def _streams(self, dataset: SampleDataset, consumed_samples: int) -> list[BatchStream]:
+    def _streams(
+        self, dataset: SampleDataset, consumed_samples: int, measured: Measurement | None = None
+    ) -> list[BatchStream]:
+        """What each chunk reads, in training or, where something is measured, in evaluation."""
         if isinstance(dataset, BudgetedConversations):
             return [self._budget_stream(dataset, consumed_samples) for _ in self.state.stages]
         return [
             build_stream(
                 dataset,
-                self._sampler(len(dataset)),
+                self._sampler(len(dataset), measured),
                 consumed_samples=consumed_samples,
                 num_workers=self.config.data.num_workers,
                 seed=self.config.training.seed,
@@ -202,13 +204,18 @@ class Run:
         loader = TokenBudgetLoader(dataset, batch, consumed, dp.rank, dp.size)
         return BatchStream(loader, self.config.training.seed, self.runtime.device)
 
-    def _sampler(self, total_samples: int) -> Sampler:
-        dp = self.runtime.ctx.dp
+    def _sampler(self, total_samples: int, measured: Measurement | None) -> Sampler:
+        dp, data = self.runtime.ctx.dp, self.config.data
         micro_batch_size = self.resolved.micro_batch_size
-        return build_sampler(self.config.data, total_samples, micro_batch_size, dp.rank, dp.size)
+        if measured is not None:
+            micro_batch_size = self.resolved.eval_micro_batch_size
+        if measured is not None and measured.is_whole:
+            data = replace(data, dataloader_type="single")
+        return build_sampler(data, total_samples, micro_batch_size, dp.rank, dp.size)
 
     def _evaluation_is_due(self) -> bool:
-        return self.state.iteration % self.config.evaluation.eval_interval == 0
+        iteration, options = self.state.iteration, self.config.evaluation
+        return iteration % options.eval_interval == 0 and iteration >= options.start_eval_at_iter
 
     def _replica_check_is_due(self) -> bool:
         interval = self.config.training.check_weight_hash_across_dp_replicas_interval

@@ -108,7 +108,9 @@ def _pipeline_problems(config: RunConfig, world_size: int) -> list[str]:
     try:
         pipeline = plan_pipeline(config)
         plan_split(config, pipeline)
-        prove_pipeline(pipeline, resolve(config, world_size).num_microbatches)
+        resolved = resolve(config, world_size)
+        prove_pipeline(pipeline, resolved.num_microbatches)
+        prove_pipeline(pipeline, resolved.eval_num_microbatches)
     except McoreError as error:
         return [str(error)]
     return []

@@ -218,9 +218,4 @@ REFUSED: Mapping[str, tuple[str, ...]] = {
         "--enable-ft-package",
         "--inprocess-restart",
     ),
-    "evaluation has the batch of training and begins with it": (
-        "--start-eval-at-iter",
-        "--eval-global-batch-size",
-        "--eval-micro-batch-size",
-    ),
 }

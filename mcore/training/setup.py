@@ -190,12 +190,17 @@ def report_parameters(chunks: list[DataParallelModule], ctx: ParallelContext) ->
     return total
 
 
-def data_sizes(config: RunConfig, resolved: Resolved) -> tuple[int, int, int]:
-    """Samples needed of each split: (training, validation, test), Megatron's rule."""
-    batch, iters = resolved.global_batch_size, config.evaluation.eval_iters
-    evaluations = resolved.train_iters // config.evaluation.eval_interval + 1
-    train = config.training.train_samples or resolved.train_iters * batch
-    return train, evaluations * iters * batch, iters * batch
+def data_sizes(config: RunConfig, resolved: Resolved) -> tuple[int, int | None, int]:
+    """Samples needed of each split: (training, validation, test), Megatron's rule.
+
+    None = one pass over the validation data (`--full-validation`).
+    """
+    options, iters = config.evaluation, config.evaluation.eval_iters
+    evaluations = resolved.train_iters // options.eval_interval + 1
+    train = config.training.train_samples or resolved.train_iters * resolved.global_batch_size
+    batch = resolved.eval_global_batch_size
+    valid = None if options.full_validation and iters else evaluations * iters * batch
+    return train, valid, iters * batch
 
 
 def follow_data_order(state: TrainState, train_set: SampleDataset | None) -> None:
@@ -213,7 +218,9 @@ def follow_data_order(state: TrainState, train_set: SampleDataset | None) -> Non
         )
 
 
-def check_datasets(datasets: Datasets, sizes: tuple[int, int, int], config: RunConfig) -> None:
+def check_datasets(
+    datasets: Datasets, sizes: tuple[int, int | None, int], config: RunConfig
+) -> None:
     """Refuse data that would run out or be missing in the middle of the run.
 
     Raises:
@@ -225,7 +232,7 @@ def check_datasets(datasets: Datasets, sizes: tuple[int, int, int], config: RunC
             "the training split is empty; give it a share in --split, such as 100,0,0"
         )
     for name, dataset, size in zip(names, datasets, sizes, strict=True):
-        if dataset is not None and len(dataset) < size:
+        if dataset is not None and size is not None and len(dataset) < size:
             raise ConfigError(
                 f"the {name} data has {len(dataset)} samples, {size} are needed; train or evaluate "
                 "for fewer iterations, or add data (several prefixes without weights are never "

@@ -223,7 +223,7 @@ class StepFunctions:
                 chunks,
                 streams,
                 ScheduleHooks(),
-                self._resolved.num_microbatches,
+                self._resolved.eval_num_microbatches,
                 forward_only=True,
             )
             loss, num_tokens = reduce_loss(records, self._runtime)
@@ -247,7 +247,11 @@ class StepFunctions:
             model=list(chunks) if interleaved else chunks[0],
             num_microbatches=num_microbatches,
             seq_length=self._resolved.seq_length,
-            micro_batch_size=self._resolved.micro_batch_size,
+            micro_batch_size=(
+                self._resolved.eval_micro_batch_size
+                if forward_only
+                else self._resolved.micro_batch_size
+            ),
             forward_only=forward_only,
             hooks=hooks,
         )

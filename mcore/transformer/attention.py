@@ -16,6 +16,7 @@ from mcore.transformer.documents import AttentionMask
 from mcore.transformer.dot_product_attention import DotProductAttention
 from mcore.transformer.dropout import DropoutState
 from mcore.transformer.initialization import normal
+from mcore.transformer.kv_cache import KeyValueCache
 from mcore.transformer.norm import build_norm
 from mcore.transformer.rotary import RotaryTables, apply_rotary
 
@@ -93,6 +94,8 @@ class SelfAttention(nn.Module):
             input_is_parallel=True,
             tp_group=tp_group,
         )
+        # Set while text is generated: new tokens then attend to those before them as well.
+        self.cache: KeyValueCache | None = None
         self.recompute_core = config.recomputes("core_attn")
         self.q_layernorm: nn.Module | None = None
         self.k_layernorm: nn.Module | None = None
@@ -116,6 +119,8 @@ class SelfAttention(nn.Module):
         if rotary is not None:
             query = apply_rotary(query, rotary, self.rotary_interleaved)
             key = apply_rotary(key, rotary, self.rotary_interleaved)
+        if self.cache is not None:
+            key, value = self.cache.append(key, value)
         inputs = (query, key, value, attention_mask, dropout_state)
         if self.recompute_core and self.training and torch.is_grad_enabled():
             context = checkpoint(self.core_attention, False, *inputs)

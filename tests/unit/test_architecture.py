@@ -30,7 +30,14 @@ FLOORS = [
     {"mcore.tensor_parallel", "mcore.pipeline_parallel", "mcore.distributed"},
     {"mcore.transformer"},
     {"mcore.models", "mcore.optimizer", "mcore.checkpoint", "mcore.data", "mcore.tokenizers"},
-    {"mcore.training", "mcore.planner", "mcore.deepspeed", "mcore.convert", "mcore.generation"},
+    {
+        "mcore.training",
+        "mcore.planner",
+        "mcore.deepspeed",
+        "mcore.convert",
+        "mcore.generation",
+        "mcore.selftest",
+    },
     {"mcore.cli", "pretrain_gpt", "tools", "examples"},
 ]
 #: Siblings that may use each other all the same: the small modules at the bottom, what composes the
@@ -103,12 +110,14 @@ MUTABLE_GLOBALS = {
 #: Public edges that may ask for the global context where the caller gave no group.
 CONTEXT_EDGES = {
     "mcore",
+    "mcore.cli.generate",  # makes the groups
     "mcore.distributed.ddp",
     "mcore.distributed.fully_sharded",
     "mcore.models.gpt.gpt_model",
     "mcore.models.gpt.layer_range",
     "mcore.optimizer.optimizer",
     "mcore.pipeline_parallel.schedules",
+    "mcore.selftest.selftest",  # makes the groups
     "mcore.tensor_parallel.attributes",
     "mcore.tensor_parallel.cross_entropy",
     "mcore.tensor_parallel.data",

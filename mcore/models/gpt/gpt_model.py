@@ -164,6 +164,7 @@ class GPTModel(nn.Module):
         labels: Tensor | None = None,
         *,
         dropout_state: DropoutState | None = None,
+        only_last_logits: bool = False,
     ) -> Tensor:
         """Run this stage.
 
@@ -175,6 +176,8 @@ class GPTModel(nn.Module):
             labels: [b, s]; used on the last stage.
             dropout_state: what dropout masks depend on. When None in training, a state is made of
                 torch's initial seed and the number of calls.
+            only_last_logits: logits of the last position only, [b, 1, v]; excludes labels and
+                sequence parallelism.
 
         Returns:
             Hidden states [s(/t), b, h] on stages that do not post-process. On the last stage the
@@ -195,6 +198,10 @@ class GPTModel(nn.Module):
         hidden_states = self.decoder(hidden_states, attention_mask, rotary, dropout_state)
         if self.output_layer is None:
             return hidden_states
+        if only_last_logits:
+            assert labels is None
+            assert not self.sequence_parallel
+            hidden_states = hidden_states[-1:]
         return self._head(hidden_states, labels)
 
     def _head(self, hidden_states: Tensor, labels: Tensor | None) -> Tensor:

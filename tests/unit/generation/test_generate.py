@@ -1,5 +1,6 @@
 """Generated tokens against Hugging Face's, sampling by hand, loading."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from mcore.cli.generate import tokenizer_config
 from mcore.cli.main import main
 from mcore.convert import hf_to_state, save_model_state
 from mcore.errors import CheckpointError, ConfigError, DataError
-from mcore.generation import Sampling, generate, load_model
+from mcore.generation import Sampling, generate, generate_batch, load_model
 from mcore.generation.sampling import choose_token, kept_probabilities
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "train"
@@ -28,25 +29,30 @@ def roots(tmp_path_factory):
     return roots
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_greedy_is_that_of_hugging_face(roots, family):
-    theirs = AutoModelForCausalLM.from_pretrained(GOLDEN / family / "hf_initial").eval()
-    theirs.generation_config.eos_token_id = None
-    prompt = torch.tensor([PROMPT])
-    expected = theirs.generate(prompt, max_new_tokens=50, do_sample=False, pad_token_id=0)
-    ours = generate(
-        load_model(roots[family]).model, PROMPT, max_new_tokens=50, sampling=Sampling(greedy=True)
-    )
-    assert PROMPT + list(ours) == expected[0].tolist()
+def greedy(model, prompts, **options):
+    """New tokens of each prompt."""
+    steps = generate_batch(model, prompts, sampling=Sampling(greedy=True), **options)
+    return [list(filter(lambda t: t is not None, row)) for row in zip(*steps, strict=True)]
 
 
-def test_a_context_longer_than_the_positions_slides(roots):
+def test_greedy_is_that_of_hugging_face(roots):
+    for family, root in roots.items():
+        theirs = AutoModelForCausalLM.from_pretrained(GOLDEN / family / "hf_initial").eval()
+        theirs.generation_config.eos_token_id = None
+        prompt = torch.tensor([PROMPT])
+        expected = theirs.generate(prompt, max_new_tokens=50, do_sample=False, pad_token_id=0)
+        ours = greedy(load_model(root).model, [PROMPT], max_new_tokens=50)
+        assert PROMPT + ours[0] == expected[0].tolist()
+
+
+def test_a_text_ends_where_positions_do(roots):
     model = load_model(roots["gpt2"]).model
     length = model.max_sequence_length
-    prompt = [7] * length + PROMPT
-    whole = list(generate(model, prompt, max_new_tokens=1, sampling=Sampling(greedy=True)))
-    end = list(generate(model, prompt[-length:], max_new_tokens=1, sampling=Sampling(greedy=True)))
-    assert whole == end
+    whole, short = greedy(model, [[7] * length, PROMPT], max_new_tokens=100)
+    assert (len(whole), len(short)) == (1, length + 1 - len(PROMPT))
+    assert [short] == greedy(model, [PROMPT], max_new_tokens=100)
+    with pytest.raises(DataError, match=f"{length + 1} tokens, but the model has {length}"):
+        greedy(model, [[7] * (length + 1)], max_new_tokens=1)
 
 
 def test_seed_and_stop(roots):
@@ -107,7 +113,7 @@ def test_a_checkpoint_that_is_not_what_it_says(tmp_path):
     tensors = dict(tensors)
     weight = tensors.pop("decoder.final_layernorm.weight")
     save_model_state(tmp_path / "a", options, tensors, {})
-    with pytest.raises(CheckpointError, match="model.decoder.final_layernorm.weight"):
+    with pytest.raises(CheckpointError, match=r"model\.decoder\.final_layernorm\.weight"):
         load_model(tmp_path / "a")
     tensors["decoder.final_layernorm.weight"] = weight[:3]
     save_model_state(tmp_path / "b", options, tensors, {})
@@ -120,16 +126,18 @@ def test_the_command(roots, capsys):
     words += ["--max-new-tokens", "5"]
     tokenizer = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "1000"]
     assert main([*words, *tokenizer]) == 0
-    ours = generate(
-        load_model(roots["gpt2"]).model,
-        [5, 17, 900],
-        max_new_tokens=5,
-        sampling=Sampling(greedy=True),
-        stop_id=999,
-    )
+    (ours,) = greedy(load_model(roots["gpt2"]).model, [[5, 17, 900]], max_new_tokens=5, stop_id=999)
     assert capsys.readouterr().out == " ".join(map(str, [5, 17, 900, *ours])) + "\n"
     assert main(words) == 2
     assert "names no tokenizer" in capsys.readouterr().err
+    assert main([*words, *tokenizer, "--prompt", "9", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["new_tokens"] for row in rows] == greedy(
+        load_model(roots["gpt2"]).model, [[5, 17, 900], [9]], max_new_tokens=5, stop_id=999
+    )
+    assert rows[0]["text"] == " ".join(map(str, [5, 17, 900, *ours]))
+    assert main([*words[:3], *tokenizer]) == 2
+    assert "nothing to continue" in capsys.readouterr().err
     assert main([*words, *tokenizer, "--temperature", "0"]) == 2
     assert main(["generate", "--load", str(roots["gpt2"] / "x"), "--prompt", "5"]) == 1
 

@@ -1,0 +1,1 @@
+"""Labs for two CPU cores: start the scripts with bash from anywhere."""

@@ -1,0 +1,140 @@
+"""Every command in the pages could run as printed, and those that a CPU can run are run."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from mcore.errors import ConfigError
+from tests.unit.docs.commands import (
+    ROOT,
+    Block,
+    blocks,
+    check_command,
+    commands,
+    launched_by,
+)
+
+PAGES = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+BLOCKS = [block for page in PAGES for block in blocks(page)]
+RUNNABLE = [block for block in BLOCKS if block.environment is not None]
+SCRIPTS = {
+    "gpt3_13b/train.sh": {"MASTER_ADDR": "first", "DATA": "corpus_text_document"},
+    "gpt3_13b/train.slurm": {
+        "DATA": "corpus_text_document",
+        "SLURM_JOB_NODELIST": "machine-[1-8]",
+        "SLURM_JOB_ID": "4711",
+        "SLURM_NNODES": "8",
+    },
+    "llama3_8b/train.sh": {"DATA": "corpus_text_document", "TOKENIZER": "Meta-Llama-3-8B"},
+    "labs/lab_b.sh": {},
+    "labs/lab_c.sh": {},
+}
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.name)
+def test_commands_are_valid(block):
+    for words in commands(block.text):
+        check_command(words)
+
+
+def test_the_checker_sees_mistakes():
+    assert len(BLOCKS) > 15
+    assert len(RUNNABLE) >= 3
+    good = next(b for b in BLOCKS if b.page.name == "launching.md").text
+    (words,) = commands(good)
+    check_command(words)
+    for old, new in (
+        ("--sequence-parallel", "--sequence-paralel"),
+        ("1024", "1000"),
+        ("--nproc-per-node", "--nproc-per-machine"),
+    ):
+        with pytest.raises((ConfigError, SystemExit)):
+            check_command([new if word == old else word for word in words])
+    for wrong in (["unknown-program"], ["make", "nothing"], ["bash", "examples/none.sh"]):
+        with pytest.raises(AssertionError):
+            check_command(wrong)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_scripts_start_what_could_run(tmp_path, name):
+    out = {"OUT": str(tmp_path / "out")} if name.startswith("labs") else {}
+    started = launched_by(ROOT / "examples" / name, tmp_path, **SCRIPTS[name], **out)
+    assert len(started) == {"labs/lab_b.sh": 2, "labs/lab_c.sh": 3}.get(name, 1)
+    for words in started:
+        check_command(words)
+    if name.endswith(".slurm"):
+        assert "machine-1:24711" in started[0]
+        assert started[0][started[0].index("--rdzv-id") + 1] == "4711"
+
+
+def test_the_llama_example_starts_from_converted_weights_once(tmp_path):
+    script, settings = ROOT / "examples/llama3_8b/train.sh", SCRIPTS["llama3_8b/train.sh"]
+    save = tmp_path / "save"
+    settings = {**settings, "START": "start", "SAVE": str(save)}
+    (first,) = launched_by(script, tmp_path, **settings)
+    assert first[first.index("--load") + 1] == "start"
+    assert "--finetune" in first
+    save.mkdir()
+    (save / "latest_checkpointed_iteration.txt").write_text("5")
+    (tmp_path / "calls").unlink()
+    (later,) = launched_by(script, tmp_path, **settings)
+    assert later[later.index("--load") + 1] == str(save)
+    assert "--finetune" not in later
+
+
+def test_the_launch_page_explains_the_words_of_the_script(tmp_path):
+    (started,) = launched_by(
+        ROOT / "examples/gpt3_13b/train.sh", tmp_path, **SCRIPTS["gpt3_13b/train.sh"]
+    )
+    page = ROOT / "docs" / "launching.md"
+    (shown,) = commands(next(b for b in blocks(page)).text)
+    assert [w for w in started if w.startswith("--")] == [w for w in shown if w.startswith("--")]
+    table = page.read_text().split("| words |")[1].split("\n\n")[0]
+    for word in shown:
+        assert not word.startswith("--") or word in table, f"{word} is not explained"
+
+
+def test_kubernetes_manifest(tmp_path):
+    job = yaml.safe_load((ROOT / "examples/kubernetes/pytorchjob.yaml").read_text())
+    replicas = job["spec"]["pytorchReplicaSpecs"]
+    assert (replicas["Master"]["replicas"], replicas["Worker"]["replicas"]) == (1, 7)
+    pods = [replica["template"]["spec"]["containers"][0] for replica in replicas.values()]
+    assert pods[0] == pods[1]
+    settings = {item["name"]: item["value"] for item in pods[0]["env"]}
+    assert int(settings["NNODES"]) == sum(r["replicas"] for r in replicas.values())
+    command = pods[0]["command"]
+    assert command[0] == "bash"
+    settings["MASTER_ADDR"] = "gpt3-13b-master-0"
+    (started,) = launched_by(ROOT / command[1], tmp_path, **settings)
+    check_command(started)
+
+
+@pytest.mark.full
+@pytest.mark.cli
+@pytest.mark.parametrize("block", RUNNABLE, ids=lambda block: block.name)
+def test_commands_run(tmp_path, block):
+    assert isinstance(block, Block)
+    assert block.environment is not None
+    for entry in ("mcore", "tools", "examples", "pretrain_gpt.py"):
+        (tmp_path / entry).symlink_to(ROOT / entry)
+    programs = Path(sys.executable).parent
+    environment = {
+        **{k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")},
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+        "PATH": f"{programs}:{os.environ['PATH']}",
+        **block.environment,
+    }
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", block.text],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

@@ -1,0 +1,121 @@
+"""The self-test passes on a healthy machine, and sees what is wrong on a sick one."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mcore.selftest import SelfTest, collective_checks, selftest
+from mcore.selftest.layouts import fitting_layouts
+from mcore.selftest.tiny_training import TinyTraining
+from mcore.testing import run_distributed
+from mcore.topology.collectives import all_reduce
+
+CPU = torch.device("cpu")
+
+
+def run_whole(folder):
+    test = SelfTest(dist.get_world_size(), CPU, message_bytes=100_000)
+    groups, compared = list(test.collectives()), list(test.layouts())
+    trips = list(test.round_trips(Path(folder)))
+    return groups, compared, trips, test.faults
+
+
+@pytest.mark.dist
+def test_a_healthy_machine(tmp_path):
+    for groups, compared, trips, faults in run_distributed(run_whole, 4, tmp_path, timeout=400):
+        assert faults == []
+        rows = [*groups, *compared, *trips]
+        assert all(row.passed for row in rows)
+        assert {(found.group, found.size) for found in groups} >= {("tp", 2), ("tp", 4), ("pp", 2)}
+        assert min(found.checks for found in groups) > 80
+        assert all(min(found.slowest.values()) > 0 for found in groups)
+        names = [row.layout for row in compared]
+        assert len(set(names)) == len(names)
+        assert {"dp4", "dp4 zero1", "dp4 zero2", "dp4 zero3", "tp2 pp2 sp", "pp2 dp2 vpp2"} <= {
+            *names
+        }
+        assert len(trips) == 2
+        assert trips[0].saved == trips[0].layout != trips[1].layout
+
+
+def run_with_wrong_collective():
+    """Rank 1 gets a wrong number where all reduce."""
+
+    def wrong(x, group, op="sum"):
+        result = all_reduce(x, group, op)
+        if dist.get_rank() == 1 and op == "sum" and x.numel() > 1000:
+            result = result.clone()
+            result[777] += 1
+        return result
+
+    healthy, collective_checks.all_reduce = collective_checks.all_reduce, wrong
+    try:
+        test = SelfTest(dist.get_world_size(), CPU, message_bytes=1000)
+        return [found.passed for found in test.collectives()], test.faults
+    finally:
+        collective_checks.all_reduce = healthy
+
+
+@pytest.mark.dist
+def test_a_wrong_collective_is_named_on_every_rank():
+    for passed, faults in run_distributed(run_with_wrong_collective, 2):
+        assert not any(passed)
+        assert "all_reduce (sum) of float32 on group" in faults[0]
+        assert "seen by rank 1: 1 of 262150 elements are wrong; the first, element 777" in faults[0]
+
+
+class Sick(TinyTraining):
+    """One weight of rank 1 is off by a millionth."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        if self.ctx.layout.world_size > 1 and self.ctx.rank == 1:
+            chunk = self.state.chunks[0]
+            name, parameter = next(
+                (name, p) for name, p in chunk.named_parameters() if "linear_fc2.weight" in name
+            )
+            with torch.no_grad():
+                parameter.view(-1)[5] += 1e-6
+
+
+def run_with_wrong_weight():
+    healthy, selftest.TinyTraining = selftest.TinyTraining, Sick
+    try:
+        test = SelfTest(dist.get_world_size(), CPU, message_bytes=1000)
+        return {row.layout: row.passed for row in test.layouts()}, test.faults
+    finally:
+        selftest.TinyTraining = healthy
+
+
+@pytest.mark.dist
+def test_a_wrong_weight_is_seen_at_plain_layouts():
+    for passed, faults in run_distributed(run_with_wrong_weight, 2):
+        assert not passed["dp2"]
+        assert not passed["tp2"]
+        assert not passed["pp2"]
+        assert "loss differs by" in faults[0]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 6, 8, 64, 512])
+def test_layouts_fit(size):
+    layouts = fitting_layouts(size)
+    assert all(size % (layout.tp * layout.pp) == 0 for layout in layouts)
+    assert all(24 % layout.tp == 0 for layout in layouts)
+    layers = 12 if size % 3 == 0 else 4
+    assert all(layers % (layout.pp * layout.virtual) == 0 for layout in layouts)
+    assert len({layout.name(size) for layout in layouts}) == len(layouts)
+
+
+@pytest.mark.parametrize("size", [2, 40, 300])
+@pytest.mark.parametrize("dtype", collective_checks.DTYPES)
+def test_sums_of_the_checks_are_exact(size, dtype):
+    shape = (512,)
+    given = [collective_checks._numbers(shape, m, size, dtype, CPU) for m in range(size)]
+    exact = torch.stack(given).double().sum(0)
+    total = given[0]
+    for other in given[1:]:
+        total = total + other
+    assert torch.equal(total.double(), exact)
+    assert 0 < exact.max() <= 256
