@@ -1,4 +1,7 @@
-"""Rows of mcore: the real training step at a layout. `row_mcore.py SIZE STEPS TP PP`."""
+"""Rows of mcore: the real training step at a layout.
+
+`row_mcore.py SIZE STEPS TP PP [sp] [zero1|zero2|zero3] [overlap]`
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from workload import BETAS, LEARNING_RATE, WEIGHT_DECAY, WORKLOADS, Workload, ba
 from workload import time_steps as time_steps_of
 
 import pretrain_gpt
+from mcore.config.distributed import STRATEGIES, DistributedDataParallelConfig
 from mcore.config.gpt import GPTConfig
 from mcore.config.optimizer import OptimizerConfig
 from mcore.config.run import RunConfig, resolve
@@ -57,6 +61,8 @@ class Stream:
 def main() -> None:
     size, steps, tp, pp = sys.argv[1], *map(int, sys.argv[2:5])
     sequence_parallel = "sp" in sys.argv
+    stage = next((i for i in (1, 2, 3) if f"zero{i}" in sys.argv), 0)
+    overlaps = "overlap" in sys.argv
     work = WORKLOADS[size]
     rank, world = join_world()
     config = RunConfig(
@@ -71,6 +77,12 @@ def main() -> None:
             sequence_parallel=sequence_parallel,
         ),
         gpt=GPTConfig(untie_embeddings_and_output_weights=True),
+        ddp=DistributedDataParallelConfig(
+            data_parallel_sharding_strategy=STRATEGIES[stage],
+            overlap_grad_reduce=overlaps,
+            overlap_param_gather=overlaps and stage in (1, 2),
+            num_buckets=4 if overlaps else None,
+        ),
         tokenizer=TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=work.vocab),
         training=TrainingConfig(
             micro_batch_size=work.micro_batch,

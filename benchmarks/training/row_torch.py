@@ -1,4 +1,7 @@
-"""Rows of other libraries: `row_torch.py SIZE STEPS KIND`, KIND = hf plain ddp tp pp_1f1b."""
+"""Rows of other libraries: `row_torch.py SIZE STEPS KIND`.
+
+KIND = hf plain ddp zero1 fsdp2 tp pp_1f1b
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,12 @@ Step = Callable[[int], float | None]
 Context = Callable[[], contextlib.AbstractContextManager[object]]
 
 
+OPTIONS = {"lr": LEARNING_RATE, "betas": BETAS, "weight_decay": WEIGHT_DECAY}
+
+
 def adamw(params: list[nn.Parameter]) -> torch.optim.Optimizer:
     """torch's AdamW; the fused kernel where the parameters are plain tensors, as mcore uses it."""
-    options = {"lr": LEARNING_RATE, "betas": BETAS, "weight_decay": WEIGHT_DECAY}
+    options = OPTIONS
     plain = [p for p in params if type(p.data) is Tensor]
     if len(plain) == len(params):
         return torch.optim.AdamW(params, fused=True, **options)
@@ -36,10 +42,11 @@ def accumulate(
     ranks: int = 1,
     no_sync: Context = contextlib.nullcontext,
     around: Context = contextlib.nullcontext,
+    optimizer: torch.optim.Optimizer | None = None,
 ) -> Step:
     """A step that accumulates over this data-parallel rank's micro batches."""
     pool, rows = batches(work), work.global_batch // ranks
-    optimizer = adamw(params)
+    optimizer = optimizer or adamw(params)
 
     def step(i: int) -> float:
         optimizer.zero_grad(set_to_none=True)
@@ -94,6 +101,41 @@ def data_parallel(work: Workload, rank: int, world: int) -> Step:
     )
     params = list(model.parameters())
     return accumulate(work, _loss(model), params, rank=rank, ranks=world, no_sync=model.no_sync)
+
+
+def zero_redundancy(work: Workload, rank: int, world: int) -> Step:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = nn.parallel.DistributedDataParallel(
+        ReferenceGPT(work, range(work.layers)), gradient_as_bucket_view=True
+    )
+    params = list(model.parameters())
+    optimizer = ZeroRedundancyOptimizer(params, torch.optim.AdamW, fused=True, **OPTIONS)
+    return accumulate(
+        work,
+        _loss(model),
+        params,
+        rank=rank,
+        ranks=world,
+        no_sync=model.no_sync,
+        optimizer=optimizer,
+    )
+
+
+def fully_sharded(work: Workload, rank: int, world: int) -> Step:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = ReferenceGPT(work, range(work.layers))
+    mesh = init_device_mesh("cpu", (world,))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    params = list(model.parameters())
+    # Every parameter is a DTensor over the same mesh, which the fused kernel takes.
+    optimizer = torch.optim.AdamW(params, fused=True, **OPTIONS)
+    # As mcore and DeepSpeed at this stage it reduces every micro batch: no memory for more.
+    return accumulate(work, _loss(model), params, rank=rank, ranks=world, optimizer=optimizer)
 
 
 def tensor_parallel(work: Workload, world: int) -> Step:
@@ -174,6 +216,8 @@ def main() -> None:
         "hf": lambda: hugging_face(work),
         "plain": lambda: plain(work),
         "ddp": lambda: data_parallel(work, rank, world),
+        "zero1": lambda: zero_redundancy(work, rank, world),
+        "fsdp2": lambda: fully_sharded(work, rank, world),
         "tp": lambda: tensor_parallel(work, world),
         "pp_1f1b": lambda: pipeline(work, rank, world),
     }[kind]()

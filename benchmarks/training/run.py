@@ -50,8 +50,14 @@ GROUPS = {
 }
 
 
-def run_row(script: str, arguments: list[str], processes: int, options: argparse.Namespace) -> dict:
-    """One row once: its slowest rank's wall seconds of each step, CPU seconds of all ranks."""
+def run_row(
+    script: str,
+    arguments: list[str],
+    processes: int,
+    options: argparse.Namespace,
+    python: str = sys.executable,
+) -> dict:
+    """One row once: wall seconds of each step of the slowest rank, CPU seconds, peak of memory."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -71,7 +77,7 @@ def run_row(script: str, arguments: list[str], processes: int, options: argparse
                 PYTHONWARNINGS="ignore",
             )
             command = [
-                sys.executable,
+                python,
                 str(HERE / script),
                 options.size,
                 str(options.steps),
@@ -91,6 +97,7 @@ def run_row(script: str, arguments: list[str], processes: int, options: argparse
         "wall": [max(step) for step in zip(*(r["wall"] for r in records), strict=True)],
         "cpu": sum(record["cpu"] for record in records),
         "loss": losses[-1],
+        "peak": max(record["peak"] for record in records),
     }
 
 

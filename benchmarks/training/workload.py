@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import resource
 import statistics
 import time
 from collections.abc import Callable
@@ -76,6 +77,7 @@ def time_steps(step: Callable[[int], float | None], warmup: int, steps: int) -> 
         "wall": wall,
         "cpu": statistics.median(cpu),
         "loss": losses[warmup - 1],
+        "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,  # MiB on Linux
     }
     with open(os.environ["BENCHMARK_RECORD"], "w", encoding="utf-8") as file:
         json.dump(record, file)
