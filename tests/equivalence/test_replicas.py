@@ -88,3 +88,22 @@ def test_replicated_key_and_value_heads_are_compared(corpus):
     counts = copies(train_and_inspect(words, Layout(tp=4), held_rows))
     name = "decoder.layers.2.self_attention.linear_qkv.weight"
     assert sorted(count for key, count in counts.items() if key[0] == name) == [1, 1, 1, 1, 4]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", [Layout(pp=2, dp=2), Layout(pp=4)], ids=layout_id)
+@pytest.mark.parametrize("precision", ["", "--bf16"])
+@pytest.mark.parametrize("overlap", ["", "--overlap-grad-reduce --ddp-bucket-size 1"])
+def test_tied_copies_stay_equal_through_a_resume(corpus, tmp_path, layout, precision, overlap):
+    """A hundred steps, a resume, and twenty more: both copies of the tied matrix, bit for bit."""
+    save = str(tmp_path / "save")
+    words = command(corpus, 120, precision, overlap, "--save-interval 100 --save", save)
+    name = "embedding.word_embeddings.weight"
+    for more in (["--exit-interval", "1"], ["--exit-interval", "100"], []):
+        extra = [*more, "--overwrite-save"] if more == ["--exit-interval", "1"] else more
+        resumes = [] if extra else ["--load", save]
+        if more == ["--exit-interval", "100"]:
+            extra = [*more, "--overwrite-save"]
+        counts = copies(train_and_inspect([*words, *extra, *resumes], layout, held_rows))
+        held = {count for key, count in counts.items() if key[0] == name}
+        assert held == {2 * layout.dp}

@@ -96,3 +96,26 @@ def test_every_logical_parameter_counts_once(pp):
     expected = torch.cat([part.flatten() for part in parts]).norm().item()
     for norm in run_distributed(norm_of_a_cut_model, 4, 2, pp):
         assert norm == pytest.approx(expected, rel=1e-14)
+
+
+def test_the_update_is_bounded_and_the_norm_is_that_before_clipping():
+    """Plain SGD at rate 1 moves by the clipped gradient."""
+    torch.manual_seed(0)
+    net = torch.nn.Linear(20, 10)
+    for limit, bound in ((0.5, 0.5), (0.0, torch.inf)):
+        before = [p.detach().clone() for p in net.parameters()]
+        config = OptimizerConfig(
+            optimizer="sgd", lr=1.0, sgd_momentum=0.0, weight_decay=0.0, clip_grad=limit
+        )
+        optimizer = get_megatron_optimizer(config, [net])
+        net.zero_grad()
+        (net(torch.ones(4, 20)) * 3).sum().backward()
+        norm = torch.cat([p.grad.flatten() for p in net.parameters()]).norm()
+        result = optimizer.step()
+        pairs = zip(net.parameters(), before, strict=True)
+        moved = torch.cat([(p.detach() - q).flatten() for p, q in pairs]).norm()
+        assert moved <= bound * (1 + 1e-5)
+        assert float(result.grad_norm) == pytest.approx(float(norm), rel=1e-6)
+        assert norm > 0.5
+        if limit == 0.0:
+            assert float(moved) == pytest.approx(float(norm), rel=1e-4)
