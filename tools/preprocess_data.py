@@ -93,7 +93,9 @@ class PreprocessOptions:
         None, help="Number of processes. Default: all cores, or fewer where the input is small."
     )
     log_interval: int = flag(1000, help="Documents between two progress lines; 0: none.")
-    dataset_impl: Literal["mmap"] = flag("mmap", help="Output format; there is this one only.")
+    dataset_impl: Literal["mmap", "lazy", "cached"] = flag(
+        "mmap", help="Output format; there is mmap only, older names are accepted and say so."
+    )
     partitions: int = flag(
         1,
         help="Accepted for old command lines: --workers alone sets the processes, and the output "
@@ -379,6 +381,8 @@ def run_arguments(namespace: argparse.Namespace) -> int:
     options, config = _options(namespace)
     if options.partitions > 1:
         _note("--partitions needs nothing: --workers sets the processes, and the order is kept")
+    if options.dataset_impl != "mmap":
+        _note(f"--dataset-impl {options.dataset_impl} has no effect: files are of the mmap kind")
     _report(preprocess(options, config))
     return 0
 

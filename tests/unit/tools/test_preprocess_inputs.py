@@ -48,6 +48,15 @@ def plain(tmp_path):
     return source.read_bytes(), bytes_of(tmp_path / "out_text_document")
 
 
+def test_old_names_of_the_format_write_mmap_files_and_say_so(tmp_path, plain, capsys):
+    data, wanted = plain
+    source = tmp_path / "again.jsonl"
+    source.write_bytes(data)
+    run(tmp_path, source, *BYTES, "--dataset-impl", "lazy")
+    assert bytes_of(tmp_path / "out_text_document") == wanted
+    assert "--dataset-impl lazy has no effect" in capsys.readouterr().err
+
+
 class TestKindsOfInput:
     def check(self, tmp_path, source, plain, *arguments):
         run(tmp_path, source, *BYTES, *arguments)
