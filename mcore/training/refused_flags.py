@@ -206,6 +206,10 @@ REFUSED: Mapping[str, tuple[str, ...]] = {
     ),
     # watching
     "hardware is tested by running `mcore selftest` before the job": ("--gpu-sniff-test-interval",),
+    "stragglers are reported in the log, by --log-straggler alone; drop it": (
+        "--straggler-ctrlr-port",
+        "--straggler-minmax-count",
+    ),
     "faults are not injected; drop it": ("--error-injection-rate", "--error-injection-type"),
     "a step is not run a second time to find faulty hardware; drop it": (
         "--result-rejected-tracker-filename",
