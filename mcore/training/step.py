@@ -260,7 +260,7 @@ class StepFunctions:
         self, state: TrainState, evidence: Evidence | None, closely: Observer | None
     ) -> ScheduleHooks:
         chunks = state.chunks
-        observer = self._profile or Unobserved()
+        observer: Observer = self._profile or Unobserved()
         if evidence is not None and closely is not None:
             observer = GradientProbe(evidence, chunks, closely)
 

@@ -3,6 +3,7 @@
 Where data was passed over, the other run passes over the same data by `--iterations-to-skip`.
 """
 
+import importlib
 import json
 import os
 
@@ -209,7 +210,8 @@ def test_a_run_that_stops_after_its_rollback_goes_on_alike(poisoned, roots):
 def test_numbers_that_cannot_be_trained_on_have_their_own_exit_code(corpus, monkeypatch, capsys):
     fault = NanGradient(rank=0, iteration=1, times=100)
     codes = []
-    monkeypatch.setattr("mcore.training.pretrain.leave_now", codes.append)
+    module = importlib.import_module("mcore.training.pretrain")
+    monkeypatch.setattr(module, "leave_now", codes.append)
     providers = fault.providers()
     words = [*command(corpus, 2), "--device", "cpu"]
     with no_traces():
