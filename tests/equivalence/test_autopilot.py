@@ -198,9 +198,9 @@ def test_a_narrow_window_leaves_out_the_spike_alone(poisoned, roots):
 @pytest.mark.full
 def test_a_run_that_stops_after_its_rollback_goes_on_alike(poisoned, roots):
     policy = "--loss-spike-policy rollback --loss-spike-lr-dip 0.5 --loss-spike-lr-dip-iters 4"
-    straight, _ = run(poisoned, roots[0], SINGLE, policy, iterations=14)
-    run(poisoned, roots[1], SINGLE, policy, "--exit-interval 12", iterations=14)
-    resumed, audit = run(poisoned, roots[1], SINGLE, policy, iterations=14)
+    straight, _ = run(poisoned, roots[0], SINGLE, policy)
+    run(poisoned, roots[1], SINGLE, policy, f"--exit-interval {SPIKE}")
+    resumed, audit = run(poisoned, roots[1], SINGLE, policy)
     assert_same_end(*roots)
     assert without_rates(resumed) == without_rates(straight)
     assert events(audit).count(("rollback", SPIKE)) == 1
