@@ -7,6 +7,11 @@ Without torchrun it runs in one process. All flags: docs/flags.md or --help.
 
 from __future__ import annotations
 
+from mcore import signals
+
+if __name__ == "__main__":  # before torch, whose import takes seconds: a signal may come by then
+    signals.install()
+
 from collections.abc import Iterator
 from functools import partial
 from typing import Any

@@ -6,6 +6,8 @@ import resource
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -158,6 +160,45 @@ class HostTransfer:
                 target.copy_(source.to(target.device, non_blocking=True), non_blocking=True)
 
 
+def reserved_bytes(device: torch.device) -> int | None:
+    """Bytes that torch's allocator holds of a GPU; None on the CPU."""
+    return torch.cuda.memory_reserved(device) if device.type == "cuda" else None
+
+
+def name_of(device: torch.device) -> str:
+    """What the maker calls the GPU, or `cpu`."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def start_capture() -> AbstractContextManager[object]:
+    """Begin the range that Nsight Systems captures, with a mark on every operation.
+
+    Returns:
+        What `stop_capture` ends.
+    """
+    torch.cuda.cudart().cudaProfilerStart()
+    marks = torch.autograd.profiler.emit_nvtx(record_shapes=True)
+    marks.__enter__()
+    return marks
+
+
+def stop_capture(marks: AbstractContextManager[object]) -> None:
+    """End the range that `start_capture` began."""
+    marks.__exit__(None, None, None)
+    torch.cuda.cudart().cudaProfilerStop()
+
+
+def record_memory_history() -> None:
+    """From now on note every allocation of the GPU, with the Python stack that made it."""
+    torch.cuda.memory._record_memory_history(max_entries=1_000_000)
+
+
+def dump_memory_history(path: Path) -> None:
+    """Write what was noted, and stop noting."""
+    torch.cuda.memory._dump_snapshot(str(path))
+    torch.cuda.memory._record_memory_history(enabled=None)
+
+
 def synchronize(device: torch.device) -> None:
     """Wait for the device; for timers at the log interval, never inside the step."""
     if device.type == "cuda":
@@ -184,6 +225,13 @@ class Clock:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
+
+    def between(self, start: Any, end: Any) -> float:
+        """Seconds from one mark to another; on CUDA it waits for the later one."""
+        if not self._is_cuda:
+            return float(end - start)
+        end.synchronize()
+        return float(start.elapsed_time(end) / 1000.0)
 
     def seconds(self, mark: Any) -> float:
         """The wall-clock time of a mark; on CUDA it waits for the mark."""

@@ -43,6 +43,9 @@ class Stream:
     def __next__(self) -> dict[str, Any]:
         return next(self._batches)
 
+    def take_wait(self) -> float:
+        return 0.0
+
     def _generate(self) -> Iterator[dict[str, Any]]:
         pool, step = batches(self.work), 0
         rows = self.work.global_batch // self.ctx.dp.size

@@ -19,6 +19,7 @@ from mcore.config.gpt import GPTConfig
 from mcore.config.logging import LoggingConfig
 from mcore.config.optimizer import OptimizerConfig, SchedulerConfig
 from mcore.config.pipeline import PipelineConfig
+from mcore.config.profiling import ProfilingConfig
 from mcore.config.stability import StabilityConfig
 from mcore.config.tokenizer import TokenizerConfig
 from mcore.config.training import EvaluationConfig, RuntimeConfig, TrainingConfig
@@ -52,6 +53,7 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     stability: StabilityConfig = field(default_factory=StabilityConfig)
+    profiling: ProfilingConfig = field(default_factory=ProfilingConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
 
     def to_dict(self) -> dict[str, dict[str, Any]]:

@@ -73,6 +73,18 @@ class TrainingConfig:
         "stays "
         "the full length, so data order and schedules do not change.",
     )
+    exit_duration_in_mins: float | None = flag(
+        None, help="Save and exit with code 0 after the iteration in which this many minutes pass."
+    )
+    exit_signal_handler: bool = flag(
+        True,
+        help="on SIGTERM, SIGINT, SIGHUP or SIGUSR2 to any rank all ranks save after the same "
+        "iteration and exit with code 0; without it these signals end a process at once.",
+    )
+    exit_signal: Literal["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR2", "SIGUSR1"] = flag(
+        "SIGTERM",
+        help="SIGUSR1, which else saves and goes on, saves and exits too; the others do so anyway.",
+    )
     skip_train: bool = flag(False, help="Load and evaluate only.")
 
     def __post_init__(self) -> None:
@@ -92,6 +104,9 @@ class TrainingConfig:
             "check_weight_hash_across_dp_replicas_interval",
             "seed",
         )
+        minutes = self.exit_duration_in_mins
+        if minutes is not None and minutes <= 0:
+            yield f"`exit_duration_in_mins` is {minutes}; use a number above 0"
         if self.train_iters is not None and self.train_samples is not None:
             yield "train_iters and train_samples exclude each other; give one"
         yield from self._wrong_growing_batch()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -30,12 +31,14 @@ class BatchStream:
         seed: the run's seed.
         device: where batches go.
         iteration: the optimizer step under way, from 1; set by the loop.
+        waited: seconds that micro batches kept the caller waiting since `take_wait`.
     """
 
     loader: BatchLoader | TokenBudgetLoader
     seed: int
     device: torch.device
     iteration: int = 0
+    waited: float = 0.0
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return self
@@ -45,13 +48,20 @@ class BatchStream:
 
         Where attention keeps to documents, `attention_mask` is a `PackedDocuments`.
         """
+        start = time.perf_counter()
         read = next(self.loader)
+        self.waited += time.perf_counter() - start
         starts = read.pop("is_document_start", None)
         batch: dict[str, Any] = {name: self._move(tensor) for name, tensor in read.items()}
         if starts is not None:
             batch["attention_mask"] = pack_documents(starts).to(self.device)
         batch["dropout_state"] = DropoutState(self.seed, self.iteration, batch["sample_index"])
         return batch
+
+    def take_wait(self) -> float:
+        """Seconds spent waiting for samples since the last call."""
+        waited, self.waited = self.waited, 0.0
+        return waited
 
     def _move(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.device, non_blocking=True)

@@ -41,6 +41,7 @@ def save(
         "skipped_train_samples": state.skipped_train_samples,
         "autopilot": state.autopilot,
         "data_segments": state.data_segments,
+        "evaluation_is_owed": state.evaluation_is_owed,
         "num_threads": torch.get_num_threads(),
         "config": config.to_dict(),
         "fingerprint": config.fingerprint(),
@@ -227,6 +228,7 @@ def _load_from(directory: Path, state: TrainState, config: RunConfig, ctx: Paral
     state.skipped_train_samples = common.get("skipped_train_samples", 0)
     state.autopilot = common.get("autopilot", {})
     state.data_segments = common.get("data_segments", [])
+    state.evaluation_is_owed = common.get("evaluation_is_owed", False)
     if result.rank_local is not None:
         restore_random_states(result.rank_local)
     _compare_threads(common)

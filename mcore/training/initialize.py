@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import numpy as np
@@ -18,8 +18,11 @@ from mcore.device import DeviceName, backend_name, pick_device
 from mcore.errors import ConfigError
 from mcore.log import configure, get_logger, warn_ignored
 from mcore.tensor_parallel.random import model_parallel_cuda_manual_seed
+from mcore.topology.collectives import barrier
 from mcore.topology.context import ParallelContext
+from mcore.topology.group import Group
 from mcore.training.pipeline_plan import PipelinePlan, plan_pipeline
+from mcore.training.rendezvous import meet
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +33,13 @@ class Launch:
         rank: number of this process in the job.
         world_size: processes in the job.
         local_rank: number of this process on its machine.
+        by_torchrun: torchrun started this process, and ends the others when one fails.
     """
 
     rank: int
     world_size: int
     local_rank: int
+    by_torchrun: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +51,14 @@ class Runtime:
         device: where its tensors live.
         owns_world: this run initialised torch.distributed and ends it.
         pipeline: schedule and stage placement.
+        host: all ranks, for host-side facts: gloo, whatever the device communicates through.
     """
 
     ctx: ParallelContext
     device: torch.device
     owns_world: bool
     pipeline: PipelinePlan
+    host: Group = field(default_factory=lambda: Group.single("host"))
 
     @property
     def is_writer(self) -> bool:
@@ -75,7 +82,12 @@ def read_launch(local_rank: int | None = None) -> Launch:
     if len(present) < len(names):
         raise ConfigError(f"{present[0]} is set but not all of {', '.join(names)}; use torchrun")
     local = os.environ.get("LOCAL_RANK", local_rank if local_rank is not None else 0)
-    return Launch(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(local))
+    return Launch(
+        int(os.environ["RANK"]),
+        int(os.environ["WORLD_SIZE"]),
+        int(local),
+        by_torchrun="TORCHELASTIC_RUN_ID" in os.environ,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +127,7 @@ def join_world(
         raise ConfigError("distributed_backend is nccl but the device is the CPU; use gloo")
     is_owned = launch.world_size > 1 and not dist.is_initialized()
     if is_owned:
-        _create_default_group(backend, timedelta(minutes=minutes))
+        _create_default_group(backend, launch, timedelta(minutes=minutes))
     return World(device, backend, is_owned)
 
 
@@ -166,7 +178,18 @@ def initialize(config: RunConfig, launch: Launch) -> Runtime:
         get_logger().info("pipeline schedule: %s", pipeline.schedule.name)
     elif config.pipeline.pipeline_schedule is not None:
         warn_ignored("--pipeline-schedule", "there is one pipeline rank")
-    return Runtime(ctx, device, world.is_owned, pipeline)
+    return Runtime(ctx, device, world.is_owned, pipeline, _host_group(minutes))
+
+
+def _host_group(minutes: int) -> Group:
+    """All ranks over gloo. Collective."""
+    if not dist.is_initialized():
+        return Group.single("host")
+    ranks = tuple(range(dist.get_world_size()))
+    handle = dist.group.WORLD
+    if str(dist.get_backend()) != "gloo":
+        handle = dist.new_group(backend="gloo", timeout=timedelta(minutes=minutes))
+    return Group("host", ranks, dist.get_rank(), handle)
 
 
 def _choose_kernels(deterministic: bool) -> None:
@@ -175,22 +198,13 @@ def _choose_kernels(deterministic: bool) -> None:
     torch.use_deterministic_algorithms(deterministic)
 
 
-def _create_default_group(backend: str, timeout: timedelta) -> None:
-    """Create the default group, under names of this attempt's own.
-
-    torchrun keeps one store for all attempts of an elastic job: without that, a restarted rank may
-    read the addresses of ranks that have ended, and fail to connect to them.
-    """
+def _create_default_group(backend: str, launch: Launch, timeout: timedelta) -> None:
+    """Create the default group, under names of this start's own (see `meet`). Collective."""
     store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
     store.set_timeout(timeout)
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    dist.init_process_group(
-        backend,
-        store=dist.PrefixStore(f"attempt {attempt} of {size} ranks", store),
-        rank=rank,
-        world_size=size,
-        timeout=timeout,
-    )
+    if launch.by_torchrun:
+        store = dist.PrefixStore(meet(store, rank, size), store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
 
 
 def seed_everything(seed: int, ctx: ParallelContext) -> None:
@@ -206,8 +220,14 @@ def seed_everything(seed: int, ctx: ParallelContext) -> None:
 
 
 def finish(runtime: Runtime) -> None:
-    """Leave the job: free the parallel groups, and the default group if this run made it."""
+    """Leave the job: free the parallel groups, and the default group if this run made it.
+
+    Comm: a barrier, since a rank that is gone counts as dead until all have come here.
+    """
+    barrier(runtime.host)
     parallel_state.destroy_model_parallel()
+    if dist.is_initialized() and runtime.host.handle is not dist.group.WORLD:
+        dist.destroy_process_group(runtime.host.handle)
     if runtime.owns_world:
         dist.destroy_process_group()
 

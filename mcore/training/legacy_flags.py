@@ -345,6 +345,8 @@ _DATA_AND_CHECKPOINTS = (
     no_effect(
         "--verify-integrity", "checksums are always checked as a checkpoint is read, never skipped"
     ),
+    no_effect("--exit-signal-handler", "signals save and exit unless --no-exit-signal-handler"),
+    no_effect("--log-validation-ppl-to-tensorboard", "the perplexity is always written"),
     *(
         no_effect(flag, "TensorBoard gets every figure of the log line")
         for flag in (
@@ -360,37 +362,8 @@ LEGACY: dict[str, LegacyFlag] = by_name(
 )
 
 _NOT_BUILT: Mapping[str, tuple[str, ...]] = {
-    "this report is not built yet; the log line, TensorBoard and --metrics-jsonl have the rest": (
-        "--log-throughput",
-        "--log-timers-to-tensorboard",
-        "--log-memory-to-tensorboard",
-        "--log-validation-ppl-to-tensorboard",
-        "--log-world-size-to-tensorboard",
-        "--log-progress",
-        "--log-energy",
-        "--log-straggler",
-        "--log-memory-interval",
-        "--timing-log-level",
-        "--timing-log-option",
-        "--wandb-project",
-        "--wandb-exp-name",
-        "--wandb-save-dir",
-        "--wandb-entity",
-    ),
+    "energy is not measured; --log-hardware shows the load of the GPUs": ("--log-energy",),
     "Muon's products have the main parameters' precision; drop it": ("--muon-fp32-matmul-prec",),
-    "profiling is not built yet; drop it": (
-        "--profile",
-        "--use-pytorch-profiler",
-        "--profile-step-start",
-        "--profile-step-end",
-        "--profile-ranks",
-        "--record-memory-history",
-    ),
-    "signals and timed exits are not built yet; use --exit-interval": (
-        "--exit-duration-in-mins",
-        "--exit-signal-handler",
-        "--exit-signal",
-    ),
 }
 
 

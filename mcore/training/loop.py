@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from mcore.training.autopilot import Autopilot, RollBack
 from mcore.training.batches import BatchStream, build_stream
 from mcore.training.checkpoint_writer import CheckpointWriter
 from mcore.training.evaluation import Measurement, plan_measurement
+from mcore.training.exits import Exits
 from mcore.training.garbage import collect_if_due
 from mcore.training.initialize import Runtime
 from mcore.training.logging import RunLog
@@ -43,6 +45,7 @@ class Run:
         log: writes what happens.
         writer: writes checkpoints.
         memory: tells predicted and measured memory.
+        exits: knows when to save out of turn, or to leave.
         autopilot: makes the training step, and knows which iterations have none.
         restore_from: the checkpoint that this run would go back to: a save root, or the directory
             of an iteration; None = there is none yet.
@@ -57,6 +60,7 @@ class Run:
     log: RunLog
     writer: CheckpointWriter
     memory: MemoryWatch
+    exits: Exits
     autopilot: Autopilot
     restore_from: str | None = None
     _evaluated_at: int | None = None
@@ -70,15 +74,18 @@ class Run:
             self.autopilot.checkpoint = self.state.iteration
 
     def train(self) -> None:
-        """Train to the end, or to the exit interval; saves, evaluates and logs on the way."""
+        """Train to the end, or until the run is to leave; saves, evaluates and logs on the way."""
         state, options = self.state, self.config.checkpoint
         train_set = self.datasets[0]
         assert train_set is not None
         streams = self._streams(train_set, state.consumed_train_samples)
         saved = state.iteration
+        self.exits.ask()  # for signals that came while the run was set up
         self.log.restart_clock()
         try:
-            while state.iteration < self.resolved.train_iters:
+            if state.evaluation_is_owed:
+                self.evaluate("valid", 1)
+            while state.iteration < self.resolved.train_iters and not self.exits.leaving:
                 if not self._advance(streams):
                     saved = state.iteration
                     continue
@@ -87,21 +94,24 @@ class Run:
                     check_replicas(state.chunks, self.runtime.ctx, state.iteration)
                 self.writer.poll()
                 collect_if_due(self.config.runtime, state.iteration)
+                self.exits.ask()
                 if self._evaluation_is_due():
                     self.evaluate("valid", 1)
-                if options.save_interval and state.iteration % options.save_interval == 0:
+                if self._save_is_due():
                     self.save()
                     saved = state.iteration
                 if self._exit_is_due():
-                    self._say_goodbye()
+                    get_logger().info("exiting at iteration %d (--exit-interval)", state.iteration)
                     break
         finally:
             close(streams)
         settle(state)
+        self.log.end_interval(state)
         for chunk in state.chunks:
             chunk.finish_param_sync()
         if options.save is not None and saved != state.iteration:
             self.save()
+        self._say_goodbye()
 
     def _advance(self, streams: list[BatchStream]) -> bool:
         """Bring the next iteration about; False where the run went back instead."""
@@ -142,41 +152,60 @@ class Run:
         self.evaluate("test", 2)
 
     def _say_goodbye(self) -> None:
-        get_logger().info("exiting at iteration %d (--exit-interval)", self.state.iteration)
-        if self.config.checkpoint.save is None:
-            get_logger().warning("nothing was saved: --exit-interval without --save")
+        if self.exits.reason is not None:
+            get_logger().info(
+                "exiting at iteration %d (%s)", self.state.iteration, self.exits.reason
+            )
+        if self.state.iteration < self.resolved.train_iters and self.config.checkpoint.save is None:
+            get_logger().warning("the run ends early, and nothing is saved without --save")
 
     def evaluate(self, split: str, dataset: int) -> float | None:
-        """Measure the loss on the validation (1) or test (2) set; training never notices."""
+        """Measure the loss on the validation (1) or test (2) set; training never notices.
+
+        Returns:
+            The loss, the mean over several sets. None where there is nothing to measure, and where
+            the run leaves before the end; it is then owed to the resumed run.
+        """
         samples = self.datasets[dataset]
         if samples is None or self.config.evaluation.eval_iters == 0:
             return None
-        if not isinstance(samples, DatasetGroup):
-            return self._measure(split, samples)
-        losses = [self._measure(split, member, name) for name, member in samples.members.items()]
-        return sum(losses) / len(losses)
+        members = samples.members if isinstance(samples, DatasetGroup) else {None: samples}
+        began = time.perf_counter()
+        losses: dict[str | None, float] = {}
+        for name, member in members.items():
+            loss = self._measure(split, member)
+            if loss is None:
+                self.state.evaluation_is_owed = split == "valid"
+                return None
+            losses[name] = loss
+        for name, loss in losses.items():
+            self.log.evaluation(split, self.state, loss, name)
+        self.log.phases({"evaluate": time.perf_counter() - began})
+        if split == "valid":
+            self._evaluated_at = self.state.iteration
+            self.state.evaluation_is_owed = False
+        self.log.restart_clock()
+        return sum(losses.values()) / len(losses)
 
-    def _measure(self, split: str, samples: SampleDataset, name: str | None = None) -> float:
+    def _measure(self, split: str, samples: SampleDataset) -> float | None:
         part = plan_measurement(split, samples, self.config, self.resolved, self.state.iteration)
         streams = self._streams(part.samples, part.first, part)
         try:
-            loss = self.steps.evaluate(self.state.chunks, streams, part.iterations)
+            return self.steps.evaluate(self.state.chunks, streams, part.iterations, self.exits.ask)
         finally:
             close(streams)
-        self.log.evaluation(split, self.state, loss, name)
-        if split == "valid":
-            self._evaluated_at = self.state.iteration
-        self.log.restart_clock()
-        return loss
 
     def save(self) -> None:
         """Write a checkpoint of the finished iteration."""
         settle(self.state)
         self.log.flush()
+        began = time.perf_counter()
         self.state.autopilot = self.autopilot.state_dict()
         checkpointing.save(self.state, self.config, self.runtime.ctx, self.writer)
         self.restore_from = self.config.checkpoint.save
         self.autopilot.checkpoint = self.state.iteration
+        self.log.phases({"save-checkpoint": time.perf_counter() - began})
+        self.log.progress("saved", self.state)
         self.log.restart_clock()
 
     def _streams(
@@ -212,6 +241,14 @@ class Run:
         if measured is not None and measured.is_whole:
             data = replace(data, dataloader_type="single")
         return build_sampler(data, total_samples, micro_batch_size, dp.rank, dp.size)
+
+    def _save_is_due(self) -> bool:
+        options, asked = self.config.checkpoint, self.exits.take_save()
+        if asked and options.save is None:
+            get_logger().warning("SIGUSR1: nothing is saved without --save")
+            return False
+        interval = options.save_interval
+        return asked or (interval is not None and self.state.iteration % interval == 0)
 
     def _evaluation_is_due(self) -> bool:
         iteration, options = self.state.iteration, self.config.evaluation

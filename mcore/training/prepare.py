@@ -16,6 +16,7 @@ from mcore.training.arguments import Arguments, build_sections, in_users_words, 
 from mcore.training.deepspeed_options import with_deepspeed
 from mcore.training.initialize import Launch
 from mcore.training.pipeline_plan import plan_pipeline, plan_split, prove_pipeline
+from mcore.training.scalars import missing_packages
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -77,7 +78,7 @@ def settle_options(arguments: Arguments, world_size: int) -> Settled:
         notes += overrides(arguments, options)
     sections, problems = build_sections(arguments, options)
     problems = [*arguments.problems, *problems, *problems_between(sections, world_size)]
-    problems += _dangling_weights(arguments)
+    problems += [*_dangling_weights(arguments), *missing_packages(sections.get("logging"))]
     if not problems:
         problems = _pipeline_problems(RunConfig(**sections), world_size)
     refuse([in_users_words(problem, arguments) for problem in problems])

@@ -13,12 +13,14 @@ from mcore.data.token_budget import BudgetedConversations
 from mcore.errors import CheckpointError, LostPeerError, McoreError, NumericsError
 from mcore.log import get_logger, report_error, warn_ignored
 from mcore.pipeline_parallel.executor import ForwardStepFunc
+from mcore.signals import SignalWatch, install
 from mcore.tokenizers import build_tokenizer
 from mcore.topology.collectives import is_loss_of_peer
 from mcore.training import checkpointing
 from mcore.training.arguments import ExtraArguments, read
 from mcore.training.autopilot import build_autopilot
 from mcore.training.checkpoint_writer import CheckpointWriter
+from mcore.training.exits import Exits, tell_workers
 from mcore.training.garbage import garbage_collection
 from mcore.training.initialize import (
     Launch,
@@ -31,6 +33,7 @@ from mcore.training.initialize import (
 from mcore.training.logging import RunLog
 from mcore.training.loop import Run
 from mcore.training.memory_watch import MemoryWatch
+from mcore.training.observation import Observation, build_profiler, build_timers
 from mcore.training.options import spellings
 from mcore.training.pipeline_profile import PipelineProfile
 from mcore.training.prepare import Prepared, prepare
@@ -87,20 +90,27 @@ def pretrain(
         extra_args_provider: adds a program's own arguments to the parser.
         argv: command line; that of the process when None.
     """
+    watch = install()
     launch = Launch(0, 1, 0)
     try:
         launch = read_launch()
+        if watch is not None and launch.by_torchrun:
+            watch.follow_launcher()
         arguments = read(sys.argv[1:] if argv is None else argv, extra_args_provider)
         launch = read_launch(arguments.get("runtime", "local_rank"))
         prepared = prepare(arguments, launch)
     except McoreError as error:
+        if watch is not None:
+            watch.let_signals_kill()
         _refuse(error, launch)
     try:
-        run(prepared, launch, Providers(datasets_provider, model_provider, forward_step))
+        run(prepared, launch, Providers(datasets_provider, model_provider, forward_step), watch)
     except LostPeerError as error:
         report_error(f"rank {launch.rank}: {error}")
         leave_now(1)
     except McoreError as error:
+        if watch is not None:
+            watch.let_signals_kill()
         if launch.rank > 0:
             time.sleep(_OTHERS_WAIT_SECONDS)
         report_error(f"rank {launch.rank}: {spelled_as_flags(str(error), spellings())}")
@@ -115,8 +125,16 @@ def pretrain(
         leave_now(1)
 
 
-def run(prepared: Prepared, launch: Launch, providers: Providers) -> TrainState:
+def run(
+    prepared: Prepared, launch: Launch, providers: Providers, watch: SignalWatch | None = None
+) -> TrainState:
     """Train, and return what was trained.
+
+    Args:
+        prepared: the checked command line.
+        launch: what the launcher says.
+        providers: model and data.
+        watch: the signals of this process, where they are watched.
 
     Comm: joins the job that the launcher started, unless torch.distributed is initialised already.
 
@@ -125,6 +143,8 @@ def run(prepared: Prepared, launch: Launch, providers: Providers) -> TrainState:
     """
     config = prepared.config
     runtime = initialize(config, launch)
+    exits = Exits(config, runtime, watch)
+    tell_workers(config, runtime, watch)
     for note in prepared.notes:
         get_logger().info("note: %s", note)
     if runtime.is_writer and config.checkpoint.load is not None and not prepared.loads:
@@ -134,6 +154,8 @@ def run(prepared: Prepared, launch: Launch, providers: Providers) -> TrainState:
         )
     if config.model.sequence_parallel and config.model.tensor_model_parallel_size == 1:
         warn_ignored("--sequence-parallel", "the tensor-parallel size is 1")
+    timers, profiler = build_timers(config, runtime), build_profiler(config, runtime)
+    began = time.perf_counter()
     tokenizer = build_tokenizer(config.tokenizer)
     config = dataclasses.replace(
         config, tokenizer=dataclasses.replace(config.tokenizer, vocab_size=tokenizer.vocab_size)
@@ -142,35 +164,45 @@ def run(prepared: Prepared, launch: Launch, providers: Providers) -> TrainState:
     sizes = data_sizes(config, resolved)
     datasets = providers.datasets(config, sizes)
     check_datasets(datasets, sizes, config)
+    data_done = time.perf_counter()
     memory = MemoryWatch(config, launch.world_size, runtime)
     state = build_state(config, resolved, runtime, providers.model)
     memory.tell_prediction(state.chunks)
     loaded = checkpointing.load(state, config, runtime.ctx) if prepared.loads else None
+    setup_done = time.perf_counter()
     if state.iteration > resolved.train_iters:
         raise CheckpointError(
             f"the checkpoint is of iteration {state.iteration}, beyond the {resolved.train_iters} "
             "iterations of this run; raise --train-iters"
         )
     follow_data_order(state, datasets[0])
-    log = RunLog(config, resolved, runtime, state.iteration)
+    log = RunLog(config, resolved, runtime, state.iteration, timers)
+    log.phases(
+        {
+            "model-and-optimizer-setup": setup_done - data_done,
+            "train/valid/test-data-iterators-setup": data_done - began,
+        }
+    )
+    log.progress("started", state)
     batch_sizes = batch_size_calculator(config, resolved.data_parallel_size)
     if isinstance(datasets[0], BudgetedConversations):
         batch_sizes = TokenBudgetCalculator(
             datasets[0], resolved.global_batch_size, resolved.data_parallel_size
         )
     profile = _profile(config, runtime)
+    observation = Observation(timers, profiler, profile)
     steps = StepFunctions(
         providers.forward_step,
         resolved,
         runtime,
         batch_sizes,
-        profile,
+        observation,
         looks_for_nan=config.looks_for_nan or config.stability.loss_spike_policy != "off",
     )
     writer = CheckpointWriter(config.checkpoint)
     autopilot = build_autopilot(config, resolved, runtime, steps, datasets)
     training = Run(
-        config, resolved, runtime, state, steps, datasets, log, writer, memory, autopilot
+        config, resolved, runtime, state, steps, datasets, log, writer, memory, exits, autopilot
     )
     if loaded is not None:
         training.resume_from(loaded)
@@ -186,9 +218,12 @@ def run(prepared: Prepared, launch: Launch, providers: Providers) -> TrainState:
         writer.abandon()
         raise
     finally:
+        profiler.close()
         log.close()
         autopilot.close()
     writer.close()
+    if watch is not None:
+        watch.ignore_peers()
     finish(runtime)
     return state
 

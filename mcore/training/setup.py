@@ -95,6 +95,7 @@ class TrainState:
         unsettled: the last update, until `step.settle` has looked at it.
         data_segments: weights and cursors of a stable blend so far (`StableBlend.restore`).
         autopilot: what the stability autopilot keeps in checkpoints, plain data.
+        evaluation_is_owed: the run left before the evaluation that was due at this iteration.
     """
 
     chunks: list[DataParallelModule]
@@ -108,6 +109,7 @@ class TrainState:
     unsettled: UnsettledUpdate | None = None
     data_segments: list[dict[str, Any]] = field(default_factory=list)
     autopilot: dict[str, Any] = field(default_factory=dict)
+    evaluation_is_owed: bool = False
 
 
 def plan_stages(config: RunConfig, ctx: ParallelContext, pipeline: PipelinePlan) -> list[Stage]:

@@ -19,7 +19,7 @@ from mcore.num_microbatches_calculator import (
     NumMicroBatchesCalculator,
 )
 from mcore.pipeline_parallel.executor import ForwardStepFunc
-from mcore.pipeline_parallel.hooks import Observer, ScheduleHooks, Unobserved
+from mcore.pipeline_parallel.hooks import Observer, ScheduleHooks
 from mcore.pipeline_parallel.schedules import get_forward_backward_func
 from mcore.topology.collectives import all_reduce_
 from mcore.topology.context import ParallelContext
@@ -32,7 +32,7 @@ from mcore.training.non_finite import (
     find,
     refuse,
 )
-from mcore.training.pipeline_profile import PipelineProfile
+from mcore.training.observation import Observation
 from mcore.training.setup import TrainState, UnsettledUpdate
 
 
@@ -51,6 +51,8 @@ class StepOutcome:
         loss_scale: what the loss was multiplied by.
         watched: scalars that options ask for, by their name in the record.
         global_batch_size: samples of the step.
+        sequences: rows of the step's micro batches, over all ranks.
+        data_wait: seconds in which this rank waited for them.
         evidence: where a number that is not finite came from, or None where nobody asks.
     """
 
@@ -63,6 +65,8 @@ class StepOutcome:
     loss_scale: Tensor
     global_batch_size: int
     watched: Mapping[str, Tensor]
+    sequences: int
+    data_wait: float
     evidence: Evidence | None = None
 
 
@@ -79,7 +83,7 @@ class StepFunctions:
         resolved: batch arithmetic.
         runtime: groups and device.
         batch_sizes: the global batch size of each training step; that of `resolved` when None.
-        profile: sees the actions of every training step.
+        observation: looks at every training step.
         looks_for_nan: take down what tells where a number became NaN or infinite.
     """
 
@@ -89,11 +93,11 @@ class StepFunctions:
         resolved: Resolved,
         runtime: Runtime,
         batch_sizes: NumMicroBatchesCalculator | None = None,
-        profile: PipelineProfile | None = None,
+        observation: Observation | None = None,
         *,
         looks_for_nan: bool = False,
     ) -> None:
-        self._profile = profile
+        self._observation = observation or Observation()
         self._looks_for_nan = looks_for_nan
         self._batch_sizes = batch_sizes or ConstantNumMicroBatchesCalculator(
             resolved.global_batch_size, resolved.micro_batch_size, resolved.data_parallel_size
@@ -143,8 +147,7 @@ class StepFunctions:
             closely: sees every action, and gradients are looked at after each backward.
         """
         samples = self.next_batch_size(state)
-        if self._profile is not None:
-            self._profile.begin_step()
+        self._observation.before_step(state.iteration)
         for chunk in state.chunks:
             chunk.zero_grad_buffer()
         state.optimizer.zero_grad()
@@ -153,14 +156,18 @@ class StepFunctions:
         loss_scale = state.optimizer.get_loss_scale()
         looks = self._looks_for_nan or closely is not None
         evidence = Evidence(self._runtime.ctx) if looks else None
-        hooks = self._hooks(state, evidence, closely)
-        records = self._run(state.chunks, streams, hooks, self._batch_sizes.get())
+        microbatches, hooks = self._batch_sizes.get(), self._hooks(state, evidence, closely)
+        with self._observation.phase("forward-backward"):
+            records = self._run(state.chunks, streams, hooks, microbatches)
         loss, num_tokens = reduce_loss(records, self._runtime)
         if evidence is not None:
             evidence.mean_loss = loss
         settle(state)
         learning_rate, weight_decay = applied_rates(state)
-        update = state.optimizer.step(None if veto is None else partial(veto, loss))
+        with self._observation.phase("optimizer"):
+            update = state.optimizer.step(None if veto is None else partial(veto, loss))
+        data_wait = sum(stream.take_wait() for stream in streams)
+        self._observation.after_step(state.iteration + 1, data_wait)
         return StepOutcome(
             loss=loss,
             grad_norm=update.grad_norm,
@@ -178,6 +185,8 @@ class StepFunctions:
                 )
                 if value is not None
             },
+            sequences=microbatches * self._resolved.micro_batch_size * self._runtime.ctx.dp.size,
+            data_wait=data_wait,
             evidence=evidence,
         )
 
@@ -213,12 +222,24 @@ class StepFunctions:
         chunks: Sequence[DataParallelModule],
         streams: Sequence[BatchStream],
         iterations: int,
-    ) -> float:
-        """Mean loss over the valid tokens of `iterations` global batches; changes nothing."""
+        leave: Callable[[], bool] = lambda: False,
+    ) -> float | None:
+        """Mean loss over the valid tokens of `iterations` global batches; changes nothing.
+
+        Args:
+            chunks: the model.
+            streams: what each chunk reads.
+            iterations: global batches.
+            leave: asked before each of them, with the same answer on all ranks.
+
+        Returns:
+            The loss; None when told to leave.
+        """
         for chunk in chunks:
             chunk.eval()
         total = torch.zeros(2, dtype=torch.float64, device=self._runtime.device)
-        for _ in range(iterations):
+        done = 0
+        while done < iterations and not leave():
             records = self._run(
                 chunks,
                 streams,
@@ -228,9 +249,10 @@ class StepFunctions:
             )
             loss, num_tokens = reduce_loss(records, self._runtime)
             total += torch.stack([loss * num_tokens, num_tokens])
+            done += 1
         for chunk in chunks:
             chunk.train()
-        return float(total[0] / total[1])
+        return None if done < iterations else float(total[0] / total[1])
 
     def _run(
         self,
@@ -260,7 +282,7 @@ class StepFunctions:
         self, state: TrainState, evidence: Evidence | None, closely: Observer | None
     ) -> ScheduleHooks:
         chunks = state.chunks
-        observer: Observer = self._profile or Unobserved()
+        observer = self._observation.observer()
         if evidence is not None and closely is not None:
             observer = GradientProbe(evidence, chunks, closely)
 
@@ -275,9 +297,13 @@ class StepFunctions:
             chunks[chunk].start_grad_sync()
 
         def finalize_grads(num_tokens: Tensor) -> None:
-            finalize_model_grads(
-                chunks, num_tokens, loss_denominator=self._denominator, context=self._runtime.ctx
-            )
+            with self._observation.phase("all-grads-sync"):
+                finalize_model_grads(
+                    chunks,
+                    num_tokens,
+                    loss_denominator=self._denominator,
+                    context=self._runtime.ctx,
+                )
             if evidence is not None and not can_see_own_gradients(chunks[0]):
                 evidence.note_gradients(chunks)
 

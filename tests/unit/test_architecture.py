@@ -16,7 +16,8 @@ ROOT = Path(__file__).parents[2]
 
 #: Packages and modules by floor; those of one floor are siblings.
 FLOORS = [
-    {"mcore.errors", "mcore.log", "mcore.device", "mcore.version", "mcore.kernels"},
+    {"mcore.errors", "mcore.log", "mcore.signals", "mcore.device", "mcore.version"}
+    | {"mcore.kernels"},
     # The layouts of ranks and stages are plain integers, which options are checked against.
     {
         "mcore.topology.rank_layout",
@@ -87,6 +88,7 @@ MAY_TOUCH = {
     "sys.argv": {"mcore.training.pretrain", "mcore.cli", "tools", "examples"},
     "print": {"mcore.cli", "tools", "examples"},
     "files": {
+        "mcore.signals",  # asks the kernel which processes are alive
         "mcore.data",
         "mcore.checkpoint",
         "mcore.training",

@@ -6,7 +6,7 @@ from mcore.training.initialize import Launch, read_launch
 
 @pytest.fixture(autouse=True)
 def _no_launcher(monkeypatch):
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -19,6 +19,12 @@ def test_torchrun_says_who_we_are(monkeypatch):
         monkeypatch.setenv(name, value)
     assert read_launch() == Launch(5, 8, 1)
     assert read_launch(local_rank=3) == Launch(5, 8, 1)
+
+
+def test_torchrun_is_known_by_what_it_sets(monkeypatch):
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("TORCHELASTIC_RUN_ID", "none")):
+        monkeypatch.setenv(name, value)
+    assert read_launch() == Launch(0, 1, 0, by_torchrun=True)
 
 
 def test_a_launcher_that_passes_the_local_rank_as_a_flag(monkeypatch):

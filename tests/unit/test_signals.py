@@ -1,0 +1,175 @@
+"""The watch in processes of their own; it loads no torch, so they start at once."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+from mcore.signals import SignalWatch, install
+
+ROOT = Path(__file__).parents[2]
+SECONDS = 20.0
+
+#: The main thread sleeps in C, as it would in a collective; `until` wakes it up by itself.
+PRELUDE = """
+    import os, signal, sys, time
+    from mcore.signals import install
+    watch = install()
+
+    def until(condition):
+        end = time.monotonic() + 15
+        while not (met := condition()) and time.monotonic() < end:
+            time.sleep(0.01)
+        assert met
+
+    print("ready", os.getpid(), flush=True)
+"""
+
+
+@pytest.fixture
+def start():
+    """Start a program with the watch, and return it once it is ready."""
+    started = []
+
+    def start(body, **options):
+        process = subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(PRELUDE) + textwrap.dedent(body)],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            **options,
+        )
+        started.append(process)
+        assert process.stdout.readline().startswith("ready")
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def test_torch_is_not_loaded(start):
+    process = start("print('torch' in sys.modules)")
+    assert rest(process) == "False\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2])
+def test_a_signal_to_leave_is_noted_and_nothing_else_happens(start, number):
+    process = start("until(lambda: watch.exit_signal); print(watch.exit_signal, watch.take_save())")
+    process.send_signal(number)
+    assert rest(process) == f"{int(number)} False\n"
+
+
+def test_a_save_is_asked_for_once(start):
+    process = start("until(watch.take_save); print(watch.exit_signal, watch.take_save())")
+    process.send_signal(signal.SIGUSR1)
+    assert rest(process) == "None False\n"
+
+
+def test_the_save_signal_may_mean_to_leave(start):
+    process = start("watch.let_save_signal_exit(); print('go', flush=True)\n"
+                    "until(lambda: watch.exit_signal); print(watch.take_save())")  # fmt: skip
+    assert process.stdout.readline() == "go\n"
+    process.send_signal(signal.SIGUSR1)
+    assert rest(process) == "False\n"
+
+
+def test_signals_at_once_are_one_and_a_later_one_leaves_whatever_the_main_thread_does(start):
+    process = start("until(lambda: watch.exit_signal); print('noted', flush=True); time.sleep(60)")
+    for _ in range(3):
+        process.send_signal(signal.SIGTERM)
+    assert process.stdout.readline() == "noted\n"
+    time.sleep(1.2)
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(SECONDS) == 128 + signal.SIGTERM
+    assert "leaving at once" in process.stderr.read()
+
+
+def test_with_the_handler_off_signals_kill_even_those_that_came_before(start):
+    process = start("until(lambda: watch.exit_signal); watch.let_signals_kill(); time.sleep(60)")
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(SECONDS) == -signal.SIGTERM
+    process = start("watch.let_signals_kill(); print('go', flush=True); time.sleep(60)")
+    assert process.stdout.readline() == "go\n"
+    process.send_signal(signal.SIGINT)
+    assert process.wait(SECONDS) == -signal.SIGINT
+
+
+def test_ignored_signals_stay_ignored(start):
+    process = start(
+        "assert watch.exit_signal is None; time.sleep(1); print(watch.exit_signal)",
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),
+    )
+    process.send_signal(signal.SIGHUP)
+    assert rest(process) == "None\n"
+
+
+def test_a_worker_ends_with_its_launcher(start):
+    worker = textwrap.dedent(PRELUDE) + "watch.follow_launcher(); time.sleep(60)"
+    launcher = start(
+        f"import subprocess; subprocess.Popen([sys.executable, '-c', {worker!r}]); time.sleep(60)"
+    )
+    worker_pid = int(launcher.stdout.readline().split()[1])
+    launcher.kill()
+    assert ended_within(worker_pid, SECONDS)
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["told", "alone"])
+def test_a_worker_leaves_when_its_neighbour_has_died(start, told):
+    neighbour = start("time.sleep(60)")
+    grace = "" if told else "import mcore.signals; mcore.signals._GRACE_SECONDS = 0.5\n"
+    worker = start(f"{grace}watch.watch_peers({{7: {neighbour.pid}}})\n"
+                   "print(watch.dead_peers(), flush=True); time.sleep(60)")  # fmt: skip
+    assert worker.stdout.readline() == "[]\n"
+    neighbour.kill()
+    neighbour.wait()
+    if told:  # as torchrun does
+        worker.send_signal(signal.SIGTERM)
+    assert worker.wait(5.0) == 1
+    assert ("rank 7" in worker.stderr.read()) is not told
+
+
+def test_processes_of_another_launcher_are_no_neighbours(start):
+    process = start("watch.watch_peers({1: 1, 2: os.getppid()}); print(watch._peers)")
+    assert rest(process) == "{}\n"
+
+
+def test_there_is_one_watch(start):
+    process = start("print(install() is watch)")
+    assert rest(process) == "True\n"
+
+
+def test_another_thread_installs_nothing():
+    found = []
+    thread = Thread(target=lambda: found.append(install()))
+    thread.start()
+    thread.join()
+    assert found == [None]
+    assert not isinstance(getattr(signal.getsignal(signal.SIGTERM), "__self__", None), SignalWatch)
+
+
+def rest(process):
+    """What a process still prints before it ends well and without a word of error."""
+    assert process.wait(SECONDS) == 0, process.stderr.read()
+    assert process.stderr.read() == ""
+    return process.stdout.read()
+
+
+def ended_within(pid, seconds):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.05)
+    return False

@@ -1,0 +1,94 @@
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mcore import device
+from mcore.config.profiling import ProfilingConfig
+from mcore.errors import ConfigError, UnsupportedError
+from mcore.pipeline_parallel.actions import Action, Kind
+from mcore.training.profiling import Profiler
+
+CPU = torch.device("cpu")
+
+
+def profiler(folder, rank=0, world=1, where=CPU, **options):
+    return Profiler(ProfilingConfig(**options), folder, where, rank, world)
+
+
+def run(profiled, iterations=4):
+    for done in range(iterations):
+        profiled.before(done)
+        with profiled.running(Action(Kind.FORWARD, 0, done)), profiled.phase("a phase"):
+            torch.ones(4) + 1
+        profiled.after(done + 1)
+    profiled.close()
+
+
+OPTIONS = {"profile": True, "use_pytorch_profiler": True}
+
+
+def ranges(path):
+    events = json.loads(path.read_text())["traceEvents"]
+    return [e["name"] for e in events if e.get("cat") == "user_annotation"]
+
+
+def test_the_trace_has_the_profiled_iterations_alone(tmp_path):
+    run(profiler(tmp_path, profile_step_start=1, profile_step_end=3, **OPTIONS))
+    (path,) = tmp_path.iterdir()
+    assert path.name == "rank0.iterations2-3.pt.trace.json"
+    assert sorted(ranges(path)) == ["F0.1", "F0.2", "a phase", "a phase"]
+
+
+def test_a_run_that_ends_before_the_profile_does_leaves_what_there_is(tmp_path):
+    run(profiler(tmp_path, profile_step_start=2, profile_step_end=30, **OPTIONS))
+    (path,) = tmp_path.iterdir()
+    assert path.name == "rank0.iterations3-end.pt.trace.json"
+    assert "F0.3" in ranges(path)
+
+
+def test_other_ranks_are_not_profiled(tmp_path):
+    profiled = profiler(tmp_path, rank=1, world=2, profile_step_start=0, **OPTIONS)
+    run(profiled)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"profile": True}, "--use-pytorch-profiler"), ({"record_memory_history": True}, "CUDA")],
+)
+def test_what_needs_a_gpu_is_refused_without_one(tmp_path, options, message):
+    with pytest.raises(UnsupportedError, match=message):
+        profiler(tmp_path, **options)
+
+
+def test_ranks_that_do_not_exist_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"--profile-ranks 0 4: the job has ranks 0 to 3"):
+        profiler(tmp_path, world=4, profile_ranks=(0, 4), **OPTIONS)
+
+
+def test_an_empty_range_is_refused():
+    with pytest.raises(ConfigError, match=r"`profile_step_end` \(5\) must be above"):
+        ProfilingConfig(profile_step_start=5, profile_step_end=5)
+    with pytest.raises(ConfigError, match="give --profile too"):
+        ProfilingConfig(use_pytorch_profiler=True)
+
+
+def test_on_a_gpu_the_capture_of_nsight_is_opened_and_closed(tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setattr(device, "start_capture", lambda: calls.append("start") or "marks")
+    monkeypatch.setattr(device, "stop_capture", lambda marks: calls.append(f"stop {marks}"))
+    gpu = SimpleNamespace(type="cuda")
+    profiled = profiler(tmp_path, where=gpu, profile=True, profile_step_start=1, profile_step_end=2)
+    run(profiled)
+    assert calls == ["start", "stop marks"]
+
+
+def test_the_memory_history_is_written_even_when_the_run_fails(tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setattr(device, "record_memory_history", lambda: calls.append("on"))
+    monkeypatch.setattr(device, "dump_memory_history", lambda path: calls.append(path.name))
+    gpu = SimpleNamespace(type="cuda")
+    profiler(tmp_path, where=gpu, record_memory_history=True).close()
+    assert calls == ["on", "snapshot.rank0.pickle"]
