@@ -51,20 +51,20 @@ class TensorBoard:
 
     def __init__(self, directory: str, iteration: int, queue_size: int) -> None:
         self._directory, self._queue_size = directory, queue_size
-        self._writer = self._open(iteration)
+        self._writer = self._open(directory, iteration + 1)
+        self._by_samples: SummaryWriter | None = None
 
-    def _open(self, iteration: int) -> SummaryWriter:
+    def _open(self, directory: str, first: int) -> SummaryWriter:
+        """Hides what an earlier run drew from the first point on, of every curve in the folder."""
         try:
-            return SummaryWriter(
-                self._directory, purge_step=iteration + 1, max_queue=self._queue_size
-            )
+            return SummaryWriter(directory, purge_step=first, max_queue=self._queue_size)
         except OSError as error:
             raise ConfigError(f"the TensorBoard directory cannot be written: {error}") from error
 
     def rewind(self, iteration: int) -> None:
         """See `Scalars`."""
-        self._writer.close()
-        self._writer = self._open(iteration)
+        self.close()
+        self._writer, self._by_samples = self._open(self._directory, iteration + 1), None
 
     def add(self, values: Mapping[str, float], step: int) -> None:
         """See `Scalars`."""
@@ -72,16 +72,23 @@ class TensorBoard:
             self._writer.add_scalar(name, value, step)
 
     def add_by_samples(self, values: Mapping[str, float], samples: int) -> None:
-        """See `Scalars`."""
-        self.add(values, samples)
+        """See `Scalars`; a folder of their own, since samples are no iterations to hide by."""
+        if self._by_samples is None:
+            self._by_samples = self._open(str(Path(self._directory, "samples")), samples)
+        for name, value in values.items():
+            self._by_samples.add_scalar(name, value, samples)
 
     def flush(self) -> None:
         """See `Scalars`."""
         self._writer.flush()
+        if self._by_samples is not None:
+            self._by_samples.flush()
 
     def close(self) -> None:
         """See `Scalars`."""
         self._writer.close()
+        if self._by_samples is not None:
+            self._by_samples.close()
 
 
 class WeightsAndBiases:

@@ -82,7 +82,9 @@ def test_curves_of_a_resumed_run_are_those_of_the_records(corpus, tmp_path):
         drawn = [(event.step, event.value) for event in reader.Scalars(tag)]
         assert [step for step, _ in drawn] == [step for step, _ in expected]
         assert [v for _, v in drawn] == pytest.approx([v for _, v in expected], rel=1e-6)
-    samples = [(event.step, event.value) for event in reader.Scalars("lm loss vs samples")]
+    by_samples = EventAccumulator(str(save / "tensorboard" / "samples"))
+    by_samples.Reload()
+    samples = [(event.step, event.value) for event in by_samples.Scalars("lm loss vs samples")]
     assert [step for step, _ in samples] == [4 * i for i in range(1, 7)]
     for tag in ("tokens-per-second", "data-wait", "mfu"):
         assert [event.step for event in reader.Scalars(tag)] == [1, 2, 3, 4, 5, 6]
