@@ -20,20 +20,31 @@ from typing import Any
 
 import numpy as np
 
-SHOWN = {"plain": (), "reset_position_ids": ("reset_position_ids",)}
-SHOWN |= {"reset_attention_mask": ("reset_attention_mask",)}
-SHOWN |= {"all": ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")}
+SHOWN: dict[str, tuple[str, ...]] = {
+    "plain": (),
+    "reset_position_ids": ("reset_position_ids",),
+    "reset_attention_mask": ("reset_attention_mask",),
+    "all": ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"),
+}
 
 
 def preprocess(corpus: str, out: str, tokenizer_folder: str) -> dict[str, Any]:
     from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
     from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 
-    options = ("special_tokens", "tokenizer_hf_no_use_fast", "trust_remote_code", "metadata_path")
-    options += ("tokenizer_hf_no_include_special_tokens", "pad_vocab_size", "chat_template")
-    options += ("vocab_file", "merge_file")
+    options = [
+        "special_tokens",
+        "tokenizer_hf_no_use_fast",
+        "tokenizer_hf_no_include_special_tokens",
+        "trust_remote_code",
+        "metadata_path",
+        "pad_vocab_size",
+        "chat_template",
+        "vocab_file",
+        "merge_file",
+    ]
     chosen = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": tokenizer_folder}
-    tokenizer = build_tokenizer(argparse.Namespace(**dict.fromkeys(options), **chosen))
+    tokenizer = build_tokenizer(argparse.Namespace(**{**dict.fromkeys(options), **chosen}))
     dtype = DType.optimal_dtype(tokenizer.vocab_size)
     builder = IndexedDatasetBuilder(f"{out}.bin", dtype=dtype)
     start, cpu = time.perf_counter(), time.process_time()
@@ -60,7 +71,7 @@ def data_set(prefix: str, seq_length: int, epochs: int, masks: str) -> Any:
 
     class Tokenizer:
         vocab_size, eod, pad = 8192, 0, 8191
-        unique_identifiers = {"class": "benchmark"}  # noqa: RUF012
+        unique_identifiers = {"class": "benchmark"}
 
     chosen = SHOWN[masks]
     low = IndexedDataset(prefix, mmap=True)
