@@ -59,7 +59,9 @@ class SignalWatch:
         for number in (*EXIT_SIGNALS, SAVE_SIGNAL):
             if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._handler)
-        threading.Thread(target=self._run, name="mcore-signals", daemon=True).start()
+        self._ended = False
+        self._thread = threading.Thread(target=self._run, name="mcore-signals", daemon=True)
+        self._thread.start()
 
     def _handler(self, number: int, frame: FrameType | None) -> None:
         """Nothing: the thread has read the number by now."""
@@ -111,12 +113,25 @@ class SignalWatch:
         """From now on other ranks may end: the run is over."""
         self._peers = {}
 
+    def end(self) -> None:
+        """The run is over: signals have their default action again, and the thread ends.
+
+        An interpreter that ends would tear the thread out of what it does.
+        """
+        self._exit = None
+        self.let_signals_kill()
+        signal.signal(SAVE_SIGNAL, signal.SIG_DFL)
+        signal.set_wakeup_fd(-1)
+        self._ended = True
+        self._writer.send(b"\0")
+        self._thread.join()
+
     def dead_peers(self) -> list[int]:
         """Ranks on this machine whose process has ended."""
         return [rank for rank, pid in self._peers.items() if not _is_alive(pid)]
 
     def _run(self) -> None:
-        while True:
+        while not self._ended:
             ready, _, _ = select.select([self._reader], [], [], _TICK_SECONDS)
             if ready:
                 for number in self._reader.recv(64):

@@ -123,6 +123,8 @@ def pretrain(
             f"silent for longer than --distributed-timeout-minutes ({str(error).splitlines()[0]})"
         )
         leave_now(1)
+    if watch is not None:
+        watch.end()
 
 
 def run(

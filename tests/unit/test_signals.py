@@ -143,6 +143,13 @@ def test_processes_of_another_launcher_are_no_neighbours(start):
     assert rest(process) == "{}\n"
 
 
+def test_at_the_end_the_thread_is_gone_and_signals_kill(start):
+    process = start("watch.end(); print(watch._thread.is_alive(), flush=True); time.sleep(60)")
+    assert process.stdout.readline() == "False\n"
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(SECONDS) == -signal.SIGTERM
+
+
 def test_there_is_one_watch(start):
     process = start("print(install() is watch)")
     assert rest(process) == "True\n"
