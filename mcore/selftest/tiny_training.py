@@ -117,6 +117,10 @@ class _Samples:
             "dropout_state": DropoutState(1234, self.iteration, samples),
         }
 
+    def take_wait(self) -> float:
+        """Nothing is waited for."""
+        return 0.0
+
 
 def _in_float64(config: RunConfig) -> RunConfig:
     return dataclasses.replace(
