@@ -93,7 +93,8 @@ class TokenizerConfig:
                 f"tiktoken_num_special_tokens is {self.tiktoken_num_special_tokens}; at least 3 "
                 "are needed, for <unk>, <s> and </s>"
             )
-        if self.tokenizer_type == "NullTokenizer" and self.vocab_size is not None:
+        if self.tokenizer_type == "NullTokenizer" and (self.vocab_size or 0) > 0:
+            assert self.vocab_size is not None
             yield from self._wrong_null_ids(self.vocab_size)
 
     def _wrong_type(self) -> Iterator[str]:

@@ -7,7 +7,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mcore.cli.main import main
-from mcore.training import logging
+from mcore.training import scalars
 from tests.equivalence.program import train, train_and_inspect
 from tests.equivalence.tiny import command, write_corpus
 
@@ -47,17 +47,17 @@ def test_no_save_optim_leaves_the_moments_out(corpus, tmp_path):
 def test_tensorboard_log_interval_and_queue(corpus, tmp_path, monkeypatch):
     queues = []
 
-    class Recorded(logging.SummaryWriter):
+    class Recorded(scalars.SummaryWriter):
         def __init__(self, *args, **options):
             queues.append(options["max_queue"])
             super().__init__(*args, **options)
 
-    monkeypatch.setattr(logging, "SummaryWriter", Recorded)
+    monkeypatch.setattr(scalars, "SummaryWriter", Recorded)
     more = f"--tensorboard-dir {tmp_path} --tensorboard-log-interval 2 --tensorboard-queue-size 7"
     train(command(corpus, 5, more))
     events = EventAccumulator(str(tmp_path)).Reload()
     assert [event.step for event in events.Scalars("lm loss")] == [2, 4]
-    assert queues == [7]
+    assert set(queues) == {7}
 
 
 def test_check_takes_the_model_from_a_checkpoint_and_says_so(corpus, tmp_path, capsys):

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from mcore.selftest import SelfTest, collective_checks, selftest
 from mcore.selftest.layouts import fitting_layouts
@@ -78,8 +79,10 @@ class Sick(TinyTraining):
             name, parameter = next(
                 (name, p) for name, p in chunk.named_parameters() if "linear_fc2.weight" in name
             )
+            # Arithmetic on a DTensor communicates, and one rank alone must not.
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
             with torch.no_grad():
-                parameter.view(-1)[5] += 1e-6
+                local.view(-1)[5] += 1e-6
 
 
 def run_with_wrong_weight():

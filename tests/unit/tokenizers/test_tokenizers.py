@@ -382,9 +382,9 @@ class TestFactory:
         ({"tokenizer_type": "GPT2BPETokenizer"}, "needs --vocab-file, --merge-file"),
         ({"tokenizer_type": "Llama2Tokenizer"}, "needs --tokenizer-model"),
         ({"tokenizer_type": "NullTokenizer"}, "needs --vocab-size"),
-        ({"tokenizer_type": "NullTokenizer", "vocab_size": 0}, "at least 1"),
-        ({"vocab_extra_ids": -1}, "negative"),
-        ({"make_vocab_size_divisible_by": 0}, "at least 1"),
+        ({"tokenizer_type": "NullTokenizer", "vocab_size": 0}, "whole number from 1 up"),
+        ({"vocab_extra_ids": -1}, "whole number from 0 up"),
+        ({"make_vocab_size_divisible_by": 0}, "whole number from 1 up"),
         ({"tiktoken_num_special_tokens": 2}, "at least 3"),
     ],
 )

@@ -305,7 +305,7 @@ class TestCommandLine:
             (["--qwertz"], "unknown flag '--qwertz'"),
             (["--max-documents", "5"], "--max-documents is not available"),
             (["--keep-newlines"], "--keep-newlines belongs to --split-sentences"),
-            (["--dataset-impl", "lazy"], "invalid choice"),
+            (["--dataset-impl", "tfrecord"], "invalid choice"),
             (["--workers", "0"], "--workers is 0"),
             (["--log-interval", "-1"], "--log-interval is -1"),
             (["--json-keys", "a", "a"], "twice"),

@@ -47,7 +47,7 @@ class Steps:
         loss, norm = (torch.tensor(x, dtype=torch.float64) for x in given)
         applied = torch.isfinite(norm) & ~veto(loss, norm)
         one = torch.ones(())
-        return StepOutcome(loss, norm, one, applied, 0.1, 0.0, one, BATCH, {})
+        return StepOutcome(loss, norm, one, applied, 0.1, 0.0, one, BATCH, {}, BATCH, 0.0)
 
     def advance(self, state, outcome, *, is_judged=False):
         del is_judged
