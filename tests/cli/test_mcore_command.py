@@ -22,6 +22,7 @@ def test_selftest(tmp_path):
     assert [row["result"] for row in results["checkpoint"]] == ["pass", "pass"]
 
 
+@pytest.mark.full
 def test_generate_over_four_ranks(tmp_path, capsys):
     options, tensors = hf_to_state(ROOT / "tests" / "golden" / "train" / "gpt2" / "hf_initial")
     save_model_state(tmp_path / "checkpoint", options, tensors, {})

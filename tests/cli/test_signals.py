@@ -48,6 +48,7 @@ def test_one_save_on_the_way_and_one_before_leaving_then_the_same_command(corpus
     assert records(tmp_path) == without_rates(train(words, layout))
 
 
+@pytest.mark.full
 def test_torchrun_is_terminated_while_its_workers_evaluate(corpus, tmp_path):
     """The evaluation is broken off, and the resumed run makes up for it."""
     layout = Layout(dp=2)
@@ -65,6 +66,7 @@ def test_torchrun_is_terminated_while_its_workers_evaluate(corpus, tmp_path):
     assert records(tmp_path) == without_rates(train(words, layout))
 
 
+@pytest.mark.full
 def test_a_rank_is_killed_and_torchrun_starts_again(corpus, tmp_path):
     layout = Layout(pp=2)
     words = [*command(corpus, 40, DROPOUT, "--save-interval 5"), *layout.flags]
@@ -81,6 +83,7 @@ def test_a_rank_is_killed_and_torchrun_starts_again(corpus, tmp_path):
     assert list(differences(*map(CheckpointReader, last))) == []
 
 
+@pytest.mark.full
 def test_with_the_handler_off_a_signal_kills(corpus, tmp_path):
     job = Job(tmp_path, command(corpus, 500, "--no-exit-signal-handler"), 0).start()
     job.wait_until(lambda: job.iteration >= 2)

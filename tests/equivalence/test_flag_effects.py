@@ -60,6 +60,26 @@ def test_tensorboard_log_interval_and_queue(corpus, tmp_path, monkeypatch):
     assert set(queues) == {7}
 
 
+def test_curves_of_timers_memory_and_world_size(corpus, tmp_path):
+    more = f"--tensorboard-dir {tmp_path} --timing-log-level 2 --log-interval 2"
+    curves = {}
+    for name in ("none", "all"):
+        asked = "--log-timers-to-tensorboard --log-memory-to-tensorboard"
+        asked += " --log-world-size-to-tensorboard"
+        train(command(corpus, 2, more.replace(str(tmp_path), str(tmp_path / name))
+                      + (f" {asked}" if name == "all" else "")))  # fmt: skip
+        curves[name] = set(EventAccumulator(str(tmp_path / name)).Reload().Tags()["scalars"])
+    added = curves["all"] - curves["none"]
+    assert {"forward-backward-time", "optimizer-time", "mem-host-bytes", "world-size"} <= added
+
+
+@pytest.mark.parametrize(("option", "said"), [("max", "max time"), ("all", "rank  0")])
+def test_timing_log_option_chooses_what_is_told(corpus, capsys, option, said):
+    more = f"--timing-log-level 2 --timing-log-option {option} --log-interval 2"
+    train(command(corpus, 2, more))
+    assert said in capsys.readouterr().out
+
+
 def test_check_takes_the_model_from_a_checkpoint_and_says_so(corpus, tmp_path, capsys):
     train(command(corpus, 2, f"--save {tmp_path} --save-interval 2 --rotary-base 77"))
     capsys.readouterr()

@@ -242,7 +242,7 @@ def test_the_model_comes_from_the_checkpoint_and_a_typed_flag_wins(corpus, copy,
     assert without_rates(train(words)) == without_rates(wanted)
     capsys.readouterr()
     other = train([*words, "--hidden-dropout", "0"])
-    assert "hidden_dropout: 0.0 from the command line, checkpoint 0.1" in capsys.readouterr().out
+    assert "--hidden-dropout: 0.0 from the command line, checkpoint 0.1" in capsys.readouterr().out
     assert other[0]["lm_loss"] != wanted[0]["lm_loss"]
     with pytest.raises(CheckpointError, match="shape|another one"):
         train([*words, "--ffn-hidden-size", "64"])

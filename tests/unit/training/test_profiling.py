@@ -91,4 +91,6 @@ def test_the_memory_history_is_written_even_when_the_run_fails(tmp_path, monkeyp
     monkeypatch.setattr(device, "dump_memory_history", lambda path: calls.append(path.name))
     gpu = SimpleNamespace(type="cuda")
     profiler(tmp_path, where=gpu, record_memory_history=True).close()
-    assert calls == ["on", "snapshot.rank0.pickle"]
+    options = {"record_memory_history": True, "memory_snapshot_path": "other.bin"}
+    profiler(tmp_path, where=gpu, **options).close()
+    assert calls == ["on", "snapshot.rank0.pickle", "on", "other.rank0.bin"]

@@ -81,6 +81,10 @@ def test_weights_and_biases_gets_the_curves_and_a_resumed_run_goes_on_with_its_r
         "project": "p", "name": "n", "entity": "e",
     }  # fmt: skip
     assert first.options["dir"] == str(tmp_path / "wandb")
+    elsewhere = config(wandb_project="p", wandb_save_dir=str(tmp_path / "elsewhere"))
+    for sink in open_scalars(elsewhere, 0):
+        sink.close()
+    assert wandb.runs.pop().options["dir"] == str(tmp_path / "elsewhere")
     assert first.options["config"]["model"]["num_layers"] == 1
     assert first.logged == [(1, {"lm loss": 2.0})]
     assert first.finished
