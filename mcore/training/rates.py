@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import NamedTuple
@@ -70,17 +69,12 @@ class RateMeter:
         self.flops_per_token = flops_per_token(
             config.model, resolved.seq_length, config.tokenizer.vocab_size or 0
         )
-        self._dtype = config.model.params_dtype
-        self._peak: Callable[[], float | None] = self._first_peak
+        # Measured before the steps, whose time and memory it would disturb.
+        writes = runtime.is_writer
+        self._peak = peak(runtime.device, config.model.params_dtype) if writes else None
         self._began: float | None = None
         self._first = iteration
         self._taken: list[_Step] = []
-
-    def _first_peak(self) -> float | None:
-        """Measuring takes a moment: done at the first line, and once."""
-        found = peak(self._runtime.device, self._dtype)
-        self._peak = lambda: found
-        return found
 
     def start(self) -> None:
         """The first step is about to start."""
@@ -120,13 +114,12 @@ class RateMeter:
         seconds = max(sum(step.seconds for step in taken), 1e-9)
         tokens_per_second = sum(step.tokens for step in taken) / seconds
         flops = self.flops_per_token * tokens_per_second / self._runtime.host.size
-        best = self._peak() if self._runtime.is_writer else None
         return Rates(
             steps=len(taken),
             seconds=seconds / len(taken),
             tokens_per_second=tokens_per_second,
             tflops=flops / 1e12,
-            mfu=None if best is None else flops / best,
+            mfu=None if self._peak is None else flops / self._peak,
             data_wait=longest,
             remaining=self._remaining(iteration),
         )
