@@ -225,6 +225,7 @@ def test_data_parallel_overlap_and_a_sharded_optimizer(families, case):
     assert_equals_reference(records, family.reference)
 
 
+@pytest.mark.full
 @pytest.mark.dist
 def test_bfloat16_at_a_zero_bubble_schedule(families):
     family = families("llama")

@@ -51,7 +51,7 @@ def copies(ranks):
     [
         ("gpt", Layout(tp=2, pp=2, sp=True)),
         ("gpt", Layout(pp=2, dp=2)),
-        ("multi-query", Layout(tp=4, sp=True)),
+        pytest.param("multi-query", Layout(tp=4, sp=True), marks=pytest.mark.full),
         ("bf16", Layout(tp=2, dp=2, sp=True)),
         pytest.param("bf16", Layout(tp=2, pp=2, dp=2, sp=True), marks=pytest.mark.full),
         pytest.param("multi-query", Layout(tp=2, pp=2, dp=2), marks=pytest.mark.full),
