@@ -91,8 +91,9 @@ def allocated_bytes(device: torch.device) -> int | None:
 
 def peak_bytes(device: torch.device) -> int:
     """The most bytes held so far: of tensors on a GPU, of the whole process on the CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+    allocated = allocated_bytes(device)
+    if allocated is not None:
+        return allocated
     # Linux counts in KiB, macOS in bytes.
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

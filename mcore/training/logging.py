@@ -234,8 +234,7 @@ class RunLog:
 def _read(fields: Mapping[str, Any], outcome: StepOutcome) -> dict[str, Any]:
     """The record of a step; waits for the device."""
     return {
-        "iteration": fields["iteration"],
-        "consumed_train_samples": fields["consumed_train_samples"],
+        **fields,
         "lm_loss": float(outcome.loss),
         "grad_norm": float(outcome.grad_norm),
         "learning_rate": outcome.learning_rate,
@@ -245,7 +244,6 @@ def _read(fields: Mapping[str, Any], outcome: StepOutcome) -> dict[str, Any]:
         "tokens": int(outcome.num_tokens),
         "global_batch_size": outcome.global_batch_size,
         **{name: float(value) for name, value in outcome.watched.items()},
-        **fields,
     }
 
 

@@ -12,16 +12,11 @@ from mcore.checkpoint import CheckpointReader, complete_iterations, differences,
 from mcore.checkpoint.commit import iteration_directory
 from tests.cli.jobs import Job
 from tests.equivalence.program import Layout, read_records, train, without_rates
-from tests.equivalence.tiny import command, write_corpus
+from tests.equivalence.tiny import command
 
 pytestmark = pytest.mark.cli
 
 DROPOUT = "--hidden-dropout 0.1"
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return write_corpus(tmp_path_factory.mktemp("corpus") / "text_document")
 
 
 def records(folder):

@@ -9,12 +9,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from mcore.cli.main import main
 from mcore.training import scalars
 from tests.equivalence.program import train, train_and_inspect
-from tests.equivalence.tiny import command, write_corpus
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return write_corpus(tmp_path_factory.mktemp("corpus") / "text_document", documents=30)
+from tests.equivalence.tiny import command
 
 
 def iterations(folder):

@@ -8,12 +8,7 @@ from mcore.training.arguments import build_config, parse
 from mcore.training.initialize import Launch
 from mcore.training.pretrain import prepare
 from tests.equivalence.program import SINGLE, series, train, without_rates
-from tests.equivalence.tiny import command, write_corpus
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return write_corpus(tmp_path_factory.mktemp("data") / "corpus")
+from tests.equivalence.tiny import command
 
 
 def growing(corpus, *more):

@@ -8,7 +8,7 @@ from mcore.errors import ConfigError
 from mcore.training.arguments import parse
 from mcore.training.prepare import settle_options
 from tests.equivalence.program import Layout, train, without_rates
-from tests.equivalence.tiny import command, write_corpus
+from tests.equivalence.tiny import command
 
 pytestmark = pytest.mark.dist
 
@@ -40,11 +40,6 @@ ZERO = {
     "steps_per_print": 10,
     "wall_clock_breakdown": False,
 }
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return write_corpus(tmp_path_factory.mktemp("corpus") / "text_document")
 
 
 def without(words, *flags):

@@ -1,16 +1,8 @@
 """The key-value cache: every family, texts of different lengths, and models spread over ranks."""
 
-from typing import Any
-
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    GPT2Config,
-    LlamaConfig,
-    MistralConfig,
-    Qwen3Config,
-)
+from transformers import AutoModelForCausalLM
 
 from mcore.convert import hf_to_state, save_model_state
 from mcore.generation import Sampling, generate_batch, load_model
@@ -18,25 +10,9 @@ from mcore.generation.decoder import Decoder
 from mcore.parallel_state import destroy_model_parallel, initialize_model_parallel
 from mcore.testing import run_distributed
 from mcore.topology.context import ParallelContext
+from tests.unit.convert import test_families
 
-SIZES: dict[str, Any] = {
-    "num_hidden_layers": 3, "hidden_size": 32, "intermediate_size": 44, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": 97, "max_position_embeddings": 96,
-    "bos_token_id": None, "eos_token_id": None,
-}  # fmt: skip
-LLAMA3 = {
-    "rope_type": "llama3", "rope_theta": 300.0, "factor": 4.0, "low_freq_factor": 1.0,
-    "high_freq_factor": 3.0, "original_max_position_embeddings": 24,
-}  # fmt: skip
-FAMILIES = {
-    "gpt2": GPT2Config(
-        n_layer=3, n_embd=32, n_head=4, n_positions=96, vocab_size=97, bos_token_id=None,
-        eos_token_id=None, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-    ),
-    "llama": LlamaConfig(**SIZES, rope_parameters=LLAMA3),
-    "mistral": MistralConfig(**SIZES, sliding_window=9, head_dim=12),
-    "qwen3": Qwen3Config(**SIZES, head_dim=12),
-}  # fmt: skip
+FAMILIES = ("gpt2", "llama-3", "mistral", "qwen3")
 PROMPTS = [[5, 17, 90, 17, 3, 44], [8], [61, 2, 33, 80, 80, 12, 7, 7, 51, 20, 19, 4, 4]]
 
 
@@ -44,10 +20,10 @@ PROMPTS = [[5, 17, 90, 17, 3, 44], [8], [61, 2, 33, 80, 80, 12, 7, 7, 51, 20, 19
 def models(tmp_path_factory):
     """Random models: family -> (transformers' model, our checkpoint)."""
     models = {}
-    for name, config in FAMILIES.items():
+    for name in FAMILIES:
         folder = tmp_path_factory.mktemp(name)
         torch.manual_seed(11)
-        theirs = AutoModelForCausalLM.from_config(config).eval()
+        theirs = AutoModelForCausalLM.from_config(test_families.FAMILIES[name]).eval()
         for key, parameter in theirs.named_parameters():
             is_norm = ("norm" in key or "ln_" in key) and key.endswith("weight")
             torch.nn.init.normal_(parameter, mean=1.0 if is_norm else 0.0, std=0.2)
@@ -63,7 +39,7 @@ def tokens(model, prompts, **options):
     return [[t for t in row if t is not None] for row in zip(*steps, strict=True)]
 
 
-@pytest.mark.parametrize("family", list(FAMILIES))
+@pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_is_that_of_transformers(models, family):
     theirs, root = models[family]
     theirs.generation_config.eos_token_id = None
@@ -81,7 +57,7 @@ def test_greedy_is_that_of_transformers(models, family):
     assert len({token for row in expected for token in row}) > 5  # no model that repeats itself
 
 
-@pytest.mark.parametrize("family", list(FAMILIES))
+@pytest.mark.parametrize("family", FAMILIES)
 def test_cached_logits_are_those_of_the_whole_text(models, family):
     model = load_model(models[family][1]).model
     ctx = ParallelContext.single()
@@ -103,7 +79,7 @@ def test_cached_logits_are_those_of_the_whole_text(models, family):
 
 
 def test_a_sample_depends_on_its_own_prompt_and_seed(models):
-    model = load_model(models["llama"][1]).model
+    model = load_model(models["llama-3"][1]).model
     options = {"max_new_tokens": 12, "sampling": Sampling(temperature=0.9, top_k=30, top_p=0.95)}
     together = tokens(model, PROMPTS, seeds=[1, 2, 3], **options)
     alone = [
