@@ -7,51 +7,32 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import socket
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from statistics import median
 
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent))
+
+from ranks import run_ranks  # noqa: E402
+
 RANKS = 2
 
 
 def run(options: argparse.Namespace) -> dict:
     """All rows in one pair of processes, step by step in turn: drift hits them alike."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
         record = Path(folder, "record.json")
-        environment = dict(
-            os.environ,
-            WORLD_SIZE=str(RANKS),
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(port),
-            OMP_NUM_THREADS="1",
-            BENCHMARK_ROWS=options.schedules,
-            BENCHMARK_SIZE=options.size,
-            BENCHMARK_STEPS=str(options.steps),
-            BENCHMARK_PAUSE=str(options.pause),
-            BENCHMARK_RECORD=str(record),
-            PYTHONPATH=str(HERE.parents[1]),
-            PYTHONWARNINGS="ignore",
-        )
-        command = [sys.executable, str(HERE / "worker.py")]
-        started = [
-            subprocess.Popen(command, env={**environment, "RANK": str(rank)})
-            for rank in range(RANKS)
-        ]
-        try:
-            codes = [process.wait(timeout=options.timeout) for process in started]
-        finally:
-            for process in started:
-                process.kill()
-        if any(codes):
-            raise SystemExit(f"the ranks ended with exit codes {codes}")
+        environment = {
+            "OMP_NUM_THREADS": "1",
+            "BENCHMARK_ROWS": options.schedules,
+            "BENCHMARK_SIZE": options.size,
+            "BENCHMARK_STEPS": str(options.steps),
+            "BENCHMARK_PAUSE": str(options.pause),
+            "BENCHMARK_RECORD": str(record),
+        }
+        run_ranks([str(HERE / "worker.py")], RANKS, environment, options.timeout)
         return json.loads(record.read_text())
 
 

@@ -8,16 +8,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from workload import WORKLOADS
-
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent))
+
+from ranks import ROOT, run_ranks  # noqa: E402
+from workload import WORKLOADS  # noqa: E402
+
 #: group -> (processes, [(row, script, arguments)])
 GROUPS = {
     "single": (
@@ -58,39 +59,15 @@ def run_row(
     python: str = sys.executable,
 ) -> dict:
     """One row once: wall seconds of each step of the slowest rank, CPU seconds, peak of memory."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     threads = max(1, (os.cpu_count() or 2) // processes)
     with tempfile.TemporaryDirectory() as folder:
-        started = []
-        for rank in range(processes):
-            environment = dict(
-                os.environ,
-                RANK=str(rank),
-                WORLD_SIZE=str(processes),
-                MASTER_ADDR="127.0.0.1",
-                MASTER_PORT=str(port),
-                OMP_NUM_THREADS=str(threads),
-                BENCHMARK_RECORD=f"{folder}/{rank}.json",
-                PYTHONPATH=os.pathsep.join([str(HERE), str(HERE.parents[1])]),
-                PYTHONWARNINGS="ignore",
-            )
-            command = [
-                python,
-                str(HERE / script),
-                options.size,
-                str(options.steps),
-                *arguments,
-            ]
-            started.append(subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL))
-        try:
-            codes = [process.wait(timeout=options.timeout) for process in started]
-        finally:
-            for process in started:
-                process.kill()
-        if any(codes):
-            raise SystemExit(f"{script} {' '.join(arguments)} failed with exit codes {codes}")
+        environment = {
+            "OMP_NUM_THREADS": str(threads),
+            "BENCHMARK_RECORDS": folder,
+            "PYTHONPATH": os.pathsep.join([str(HERE), str(ROOT)]),
+        }
+        command = [str(HERE / script), options.size, str(options.steps), *arguments]
+        run_ranks(command, processes, environment, options.timeout, python)
         records = [json.loads(Path(folder, f"{r}.json").read_text()) for r in range(processes)]
     losses = [record["loss"] for record in records if record["loss"] is not None]
     return {

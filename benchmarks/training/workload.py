@@ -79,5 +79,6 @@ def time_steps(step: Callable[[int], float | None], warmup: int, steps: int) -> 
         "loss": losses[warmup - 1],
         "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,  # MiB on Linux
     }
-    with open(os.environ["BENCHMARK_RECORD"], "w", encoding="utf-8") as file:
+    path = os.path.join(os.environ["BENCHMARK_RECORDS"], f"{os.environ['RANK']}.json")
+    with open(path, "w", encoding="utf-8") as file:
         json.dump(record, file)

@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
         tokenizer = build_tokenizer(tokenizer_config(loaded.options, vars(args)))
         _Session(args, sampling, ctx, loaded, tokenizer).continue_all(prompts)
     finally:
-        leave_world(world)
+        leave_world(world.is_owned)
     return 0
 
 

@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
     printer.line(f"{'FAILED' if faults else 'PASSED'} in {seconds:.0f} s")
     if args.json and launch.rank == 0:
         print(json.dumps({**printer.results, "faults": faults, "seconds": seconds}, indent=2))
-    leave_world(world)
+    leave_world(world.is_owned)
     return 1 if faults else 0
 
 

@@ -11,12 +11,12 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
+from mcore.config import batch_checks
 from mcore.config.command_line import flag_spellings, spelled_as_flags
 from mcore.config.fields import refuse
 from mcore.config.optimizer import scheduler_steps
 from mcore.config.run import RunConfig
 from mcore.errors import ConfigError, TopologyError
-from mcore.num_microbatches_calculator import parse_step_schedule
 from mcore.topology.placement import StagePlacement
 from mcore.topology.rank_layout import data_parallel_size
 
@@ -51,121 +51,6 @@ def _world(config: RunConfig, world_size: int) -> str | None:
     except TopologyError as error:
         return str(error)
     return None
-
-
-def _batch(config: RunConfig, world_size: int) -> str | None:
-    model, training = config.model, config.training
-    shards = (
-        model.tensor_model_parallel_size
-        * model.pipeline_model_parallel_size
-        * model.context_parallel_size
-    )
-    micro, batch = training.micro_batch_size, training.global_batch_size
-    if micro is None or batch is None or world_size % shards:
-        return None
-    dp = world_size // shards
-    per_step = micro * dp
-    if training.rampup_batch_size is not None:
-        return _ramp(config, dp)
-    if batch % per_step == 0:
-        return None
-    if training.decrease_batch_size_if_needed and batch > per_step:
-        return None
-    nearest = ", ".join(
-        str(n) for n in (batch // per_step * per_step, -(-batch // per_step) * per_step) if n
-    )
-    return (
-        f"--global-batch-size ({batch}) must be a multiple of --micro-batch-size ({micro}) x "
-        f"data-parallel size ({dp}) = {per_step}, and {batch} / {per_step} leaves "
-        f"{batch % per_step}; nearest: {nearest}; data-parallel size = {world_size} processes / "
-        f"{shards} of tensor x pipeline"
-    )
-
-
-def _ramp(config: RunConfig, dp: int) -> str | None:
-    """Every batch size of the ramp is a whole number of micro batches."""
-    training = config.training
-    assert training.rampup_batch_size is not None
-    assert training.global_batch_size is not None
-    assert training.micro_batch_size is not None
-    start, increment, _ = training.rampup_batch_size
-    per_step = training.micro_batch_size * dp
-    if start < 1 or increment < 1 or (training.global_batch_size - start) % increment:
-        return (
-            f"--rampup-batch-size {start} {increment}: whole steps of the increment must lead from "
-            f"the start to --global-batch-size ({training.global_batch_size})"
-        )
-    sizes = range(start, training.global_batch_size + 1, increment)
-    bad = next((size for size in sizes if size % per_step), None)
-    if bad is None or (training.decrease_batch_size_if_needed and start >= per_step):
-        return None
-    return (
-        f"--rampup-batch-size reaches a global batch of {bad}, which is no multiple of "
-        f"--micro-batch-size ({training.micro_batch_size}) x data-parallel size ({dp}) = "
-        f"{per_step}; change start or increment, or use --decrease-batch-size-if-needed"
-    )
-
-
-def _evaluation(config: RunConfig, world_size: int) -> str | None:
-    """Whole micro batches in an evaluated batch, and data that can be measured so."""
-    model, training, options = config.model, config.training, config.evaluation
-    if config.data.sft and options.full_validation:
-        return "--full-validation is not available with --sft; give --eval-iters"
-    sizes = (options.eval_micro_batch_size, options.eval_global_batch_size)
-    if sizes == (None, None):
-        return None
-    if training.max_tokens_per_microbatch is not None:
-        return (
-            "--eval-micro-batch-size and --eval-global-batch-size are not available with "
-            "--max-tokens-per-microbatch"
-        )
-    shards = model.tensor_model_parallel_size * model.pipeline_model_parallel_size
-    dp = max(1, world_size // (shards * model.context_parallel_size))
-    micro = options.eval_micro_batch_size or training.micro_batch_size
-    batch = options.eval_global_batch_size or training.global_batch_size
-    if micro is None or batch is None or batch % (micro * dp) == 0:
-        return None
-    return (
-        f"--eval-global-batch-size ({batch}) must be a multiple of --eval-micro-batch-size "
-        f"({micro}) x data-parallel size ({dp}) = {micro * dp}; for a size that is absent the "
-        "training's stands in"
-    )
-
-
-def _step_schedule(config: RunConfig, world_size: int) -> str | None:
-    model, training = config.model, config.training
-    text, micro, length = (
-        training.step_batch_size_schedule,
-        training.micro_batch_size,
-        training.seq_length,
-    )
-    if text is None or micro is None or length is None:
-        return None
-    shards = (
-        model.tensor_model_parallel_size
-        * model.pipeline_model_parallel_size
-        * model.context_parallel_size
-    )
-    per_step = micro * max(1, world_size // shards)
-    try:
-        sizes = [size for _, size in parse_step_schedule(text, length)]
-    except ConfigError as error:
-        return str(error)
-    bad = next((size for size in sizes if size % per_step), None)
-    if bad is None:
-        return None
-    return (
-        f"--step-batch-size-schedule has a global batch of {bad}, which is no multiple of "
-        f"--micro-batch-size x data-parallel size = {per_step}"
-    )
-
-
-def _train_samples(config: RunConfig, world_size: int) -> str | None:
-    del world_size
-    samples, batch = config.training.train_samples, config.training.global_batch_size
-    if samples is None or batch is None or samples >= batch:
-        return None
-    return f"--train-samples ({samples}) is less than one global batch ({batch})"
 
 
 def _sequence_parallel(config: RunConfig, world_size: int) -> str | None:
@@ -261,29 +146,6 @@ def _weight_gradients(config: RunConfig, world_size: int) -> str | None:
         "sharding strategies optim_grads and optim_grads_params do not see them; use optim or "
         "no_shard, or another schedule"
     )
-
-
-def _token_budget(config: RunConfig, world_size: int) -> str | None:
-    del world_size
-    training = config.training
-    budget = training.max_tokens_per_microbatch
-    if budget is None:
-        return None
-    if not config.data.sft:
-        return "--max-tokens-per-microbatch is for fine-tuning data: add --sft"
-    if training.micro_batch_size not in (None, 1):
-        return (
-            f"--max-tokens-per-microbatch makes micro batches of one row: --micro-batch-size is "
-            f"{training.micro_batch_size}, use 1"
-        )
-    if training.rampup_batch_size or training.step_batch_size_schedule:
-        return "--max-tokens-per-microbatch and a growing batch size exclude each other"
-    if training.seq_length is not None and budget < training.seq_length:
-        return (
-            f"--max-tokens-per-microbatch ({budget}) must hold the longest conversation, "
-            f"--seq-length ({training.seq_length})"
-        )
-    return None
 
 
 def _schedule(config: RunConfig, world_size: int) -> str | None:
@@ -408,10 +270,10 @@ def _rollback(config: RunConfig, world_size: int) -> str | None:
 CHECKS: tuple[Check, ...] = (
     _required,
     _world,
-    _batch,
-    _evaluation,
-    _step_schedule,
-    _train_samples,
+    batch_checks.batch,
+    batch_checks.evaluation,
+    batch_checks.step_schedule,
+    batch_checks.train_samples,
     _sequence_parallel,
     _positions,
     _rotary,
@@ -420,7 +282,7 @@ CHECKS: tuple[Check, ...] = (
     _virtual,
     _layers,
     _weight_gradients,
-    _token_budget,
+    batch_checks.token_budget,
     _schedule,
     _warmup_init,
     _weight_decay,

@@ -64,6 +64,15 @@ class ModelParallelConfig:
         )
 
     @property
+    def model_parallel_size(self) -> int:
+        """Processes that hold one replica of the model: tensor x pipeline x context."""
+        return (
+            self.tensor_model_parallel_size
+            * self.pipeline_model_parallel_size
+            * self.context_parallel_size
+        )
+
+    @property
     def order(self) -> str:
         """Rank order of the process groups, fastest axis first."""
         return "tp-cp-pp-dp" if self.use_tp_pp_dp_mapping else "tp-cp-dp-pp"

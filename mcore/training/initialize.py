@@ -131,10 +131,10 @@ def join_world(
     return World(device, backend, is_owned)
 
 
-def leave_world(world: World) -> None:
+def leave_world(is_owned: bool) -> None:
     """Free the parallel groups, and the default group if `join_world` made it."""
     parallel_state.destroy_model_parallel()
-    if world.is_owned:
+    if is_owned:
         dist.destroy_process_group()
 
 
@@ -225,11 +225,9 @@ def finish(runtime: Runtime) -> None:
     Comm: a barrier, since a rank that is gone counts as dead until all have come here.
     """
     barrier(runtime.host)
-    parallel_state.destroy_model_parallel()
     if dist.is_initialized() and runtime.host.handle is not dist.group.WORLD:
         dist.destroy_process_group(runtime.host.handle)
-    if runtime.owns_world:
-        dist.destroy_process_group()
+    leave_world(runtime.owns_world)
 
 
 def leave_now(code: int) -> None:

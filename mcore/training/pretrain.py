@@ -8,10 +8,11 @@ import time
 from collections.abc import Sequence
 
 from mcore.config.command_line import spelled_as_flags
-from mcore.config.run import RunConfig, batch_size_calculator, resolve
+from mcore.config.run import Resolved, RunConfig, batch_size_calculator, resolve
 from mcore.data.token_budget import BudgetedConversations
 from mcore.errors import CheckpointError, LostPeerError, McoreError, NumericsError
 from mcore.log import get_logger, report_error, warn_ignored
+from mcore.num_microbatches_calculator import NumMicroBatchesCalculator
 from mcore.pipeline_parallel.executor import ForwardStepFunc
 from mcore.signals import SignalWatch, install
 from mcore.tokenizers import build_tokenizer
@@ -147,15 +148,7 @@ def run(
     runtime = initialize(config, launch)
     exits = Exits(config, runtime, watch)
     tell_workers(config, runtime, watch)
-    for note in prepared.notes:
-        get_logger().info("note: %s", note)
-    if runtime.is_writer and config.checkpoint.load is not None and not prepared.loads:
-        get_logger().warning(
-            "THE RUN STARTS NEW: --load %s is the --save directory and holds no checkpoint yet",
-            config.checkpoint.load,
-        )
-    if config.model.sequence_parallel and config.model.tensor_model_parallel_size == 1:
-        warn_ignored("--sequence-parallel", "the tensor-parallel size is 1")
+    _tell_notes(prepared, runtime)
     timers, profiler = build_timers(config, runtime), build_profiler(config, runtime)
     began = time.perf_counter()
     tokenizer = build_tokenizer(config.tokenizer)
@@ -186,18 +179,13 @@ def run(
         }
     )
     log.progress("started", state)
-    batch_sizes = batch_size_calculator(config, resolved.data_parallel_size)
-    if isinstance(datasets[0], BudgetedConversations):
-        batch_sizes = TokenBudgetCalculator(
-            datasets[0], resolved.global_batch_size, resolved.data_parallel_size
-        )
     profile = _profile(config, runtime)
     observation = Observation(timers, profiler, profile)
     steps = StepFunctions(
         providers.forward_step,
         resolved,
         runtime,
-        batch_sizes,
+        _batch_sizes(config, resolved, datasets[0]),
         observation,
         looks_for_nan=config.looks_for_nan or config.stability.loss_spike_policy != "off",
     )
@@ -228,6 +216,25 @@ def run(
         watch.ignore_peers()
     finish(runtime)
     return state
+
+
+def _tell_notes(prepared: Prepared, runtime: Runtime) -> None:
+    config = prepared.config
+    for note in prepared.notes:
+        get_logger().info("note: %s", note)
+    if runtime.is_writer and config.checkpoint.load is not None and not prepared.loads:
+        get_logger().warning(
+            "THE RUN STARTS NEW: --load %s is the --save directory and holds no checkpoint yet",
+            config.checkpoint.load,
+        )
+    if config.model.sequence_parallel and config.model.tensor_model_parallel_size == 1:
+        warn_ignored("--sequence-parallel", "the tensor-parallel size is 1")
+
+
+def _batch_sizes(config: RunConfig, resolved: Resolved, data: object) -> NumMicroBatchesCalculator:
+    if isinstance(data, BudgetedConversations):
+        return TokenBudgetCalculator(data, resolved.global_batch_size, resolved.data_parallel_size)
+    return batch_size_calculator(config, resolved.data_parallel_size)
 
 
 def _profile(config: RunConfig, runtime: Runtime) -> PipelineProfile | None:
