@@ -2,8 +2,10 @@
 
     python benchmarks/data/open.py --documents 5000000 --epochs 10
 
-Each row is measured in a process of its own and printed as one JSON object. Document lengths are
-log-normal with a mean of about 600 tokens; the tokens of a large corpus are a sparse file.
+Each row is measured in a process of its own and printed as one JSON object. What is timed is what a
+training run does: the files opened and checked, the samples ordered, the first one read. Document
+lengths are log-normal with a mean of about 600 tokens; the tokens of a large corpus are a sparse
+file.
 """
 
 from __future__ import annotations
@@ -16,15 +18,18 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
-from mcore.data import GPTDataset, IndexedDataset, SampleOptions
+from mcore.config.data import DataConfig
+from mcore.data import SampleDataset, build_train_valid_test_datasets
 
 EOD = 0
 SMALL = 200_000  # documents up to which tokens are written, so that they can be fetched
-MASKS: dict[str, dict[str, bool]] = {
+Order = Literal["megatron", "stable"]
+ORDERS: tuple[Order, ...] = ("megatron", "stable")
+MASKS: dict[str, dict[str, Any]] = {
     "plain": {},
     "reset_position_ids": {"reset_position_ids": True},
     "reset_attention_mask": {"reset_attention_mask": True},
@@ -56,34 +61,45 @@ def peak_bytes() -> int:
     return (int(fields["VmHWM"].split()[0]) - int(fields["RssFile"].split()[0])) * 1024
 
 
-def options(seq_length: int, stable: bool, masks: dict[str, bool]) -> SampleOptions:
-    return SampleOptions(
-        seq_length=seq_length, seed=1234, eod_id=EOD, vocab_size=8192, stable=stable, **masks
+def open_as_training_does(
+    prefix: str, samples: int, seq_length: int, order: Order, masks: dict[str, Any]
+) -> SampleDataset:
+    """The files opened and checked, and the samples ordered."""
+    data = DataConfig(data_path=(prefix,), split="100,0,0", data_order=order, **masks)
+    dataset, _, _ = build_train_valid_test_datasets(
+        data, sizes=(samples, 0, 0), seq_length=seq_length, seed=1234, eod_id=EOD, vocab_size=8192
     )
+    assert dataset is not None
+    return dataset
 
 
-def measure(row: str, prefix: str, seq_length: int, epochs: int) -> dict[str, Any]:
-    indexed = IndexedDataset(prefix)
-    documents = np.arange(len(indexed), dtype=np.int32)
-    samples = (epochs * indexed.num_tokens - 1) // seq_length
+def num_samples(prefix: str, seq_length: int, epochs: int) -> int:
+    """Samples of so many epochs; from the size of the tokens, so that nothing is opened yet."""
+    return (epochs * Path(f"{prefix}.bin").stat().st_size // 2 - 1) // seq_length
+
+
+def measure(row: str, prefix: str, args: argparse.Namespace) -> dict[str, Any]:
+    """From nothing to the first sample, which is when the stable order deals a blend's draws."""
+    samples = num_samples(prefix, args.seq_length, args.epochs)
     before, start, cpu = peak_bytes(), time.perf_counter(), time.process_time()
     if row == "numpy shuffles":
         generator = np.random.RandomState(1234)
-        order = np.tile(documents, epochs)
-        generator.shuffle(order)
+        documents = np.tile(np.arange(args.documents, dtype=np.int32), args.epochs)
+        generator.shuffle(documents)
         generator.shuffle(np.arange(samples, dtype=np.uint32))
     else:
-        GPTDataset(indexed, documents, samples, options(seq_length, row == "stable order", {}))
+        chosen = next(order for order in ORDERS if row == f"{order} order")
+        open_as_training_does(prefix, samples, args.seq_length, chosen, {})[0]
     seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
     megabytes = (peak_bytes() - before) / 2**20
     return {"row": row, "seconds": round(seconds, 3), "cpu": round(cpu, 3), "MiB": round(megabytes)}
 
 
-def fetch(prefix: str, seq_length: int, stable: bool, masks: str) -> dict[str, Any]:
-    indexed = IndexedDataset(prefix)
-    documents = np.arange(len(indexed), dtype=np.int32)
-    dataset = GPTDataset(indexed, documents, None, options(seq_length, stable, MASKS[masks]))
-    picks = np.random.default_rng(1).integers(0, len(dataset), 4000).tolist()
+def fetch(prefix: str, seq_length: int, order: Order, masks: str) -> dict[str, Any]:
+    samples = num_samples(prefix, seq_length, 1)
+    dataset = open_as_training_does(prefix, samples, seq_length, order, MASKS[masks])
+    picks = np.random.default_rng(1).integers(0, samples, 4000).tolist()
+    dataset[0]  # deals the draws of the stable order
     rates, per_cpu = [], []
     for _ in range(3):
         start, cpu = time.perf_counter(), time.process_time()
@@ -91,9 +107,8 @@ def fetch(prefix: str, seq_length: int, stable: bool, masks: str) -> dict[str, A
             dataset[index]
         rates.append(len(picks) / (time.perf_counter() - start))
         per_cpu.append(len(picks) / (time.process_time() - cpu))
-    name = f"fetch, {'stable' if stable else 'megatron'}, {masks}"
     return {
-        "row": name,
+        "row": f"fetch, {order}, {masks}",
         "samples_per_second": round(max(rates)),
         "samples_per_cpu_second": round(max(per_cpu)),
     }
@@ -110,22 +125,24 @@ def main() -> None:
     parser.add_argument("--prefix", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.row:
-        print(json.dumps(measure(args.row, args.prefix, args.seq_length, args.epochs)))
+        print(json.dumps(measure(args.row, args.prefix, args)))
         return
     with tempfile.TemporaryDirectory() as folder:
         large, small = Path(folder, "large"), Path(folder, "small")
         make_corpus(large, args.documents)
         make_corpus(small, min(args.documents, 100_000))
         words = [sys.executable, __file__, "--seq-length", str(args.seq_length)]
-        words += ["--epochs", str(args.epochs), "--prefix", str(large)]
+        words += ["--epochs", str(args.epochs), "--documents", str(args.documents)]
+        words += ["--prefix", str(large)]
         for _ in range(args.repeat):
             for row in ("numpy shuffles", "megatron order", "stable order"):
                 subprocess.run([*words, "--row", row], check=True)
             if args.megatron:
                 peer(args.megatron, "open", large, args.seq_length, args.epochs)
-        for stable in (False, True):
+        for order in ORDERS:
             for masks in MASKS:
-                print(json.dumps(fetch(str(small), args.seq_length, stable, masks)))
+                row = fetch(str(small), args.seq_length, order, masks)
+                print(json.dumps(row), flush=True)
         for masks in MASKS if args.megatron else ():
             peer(args.megatron, "fetch", small, args.seq_length, masks)
 

@@ -4,7 +4,8 @@
 
 Text of invented words with a Zipf distribution; an 8k byte-level BPE and an 8k SentencePiece model
 are trained on a part of it. "bare" rows encode the texts, already parsed and in memory, in as many
-processes; their ids are dropped. MB are of text.
+processes; their ids are dropped. MB are of text; a processor second is one of all processes
+together, their start included for whole runs.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import resource
 import subprocess
 import sys
 import tempfile
@@ -79,7 +81,7 @@ def train(texts: Sequence[str], folder: Path) -> dict[str, TokenizerConfig]:
 def encode_bare(
     way: str, config: TokenizerConfig, texts: list[str], start: object, out: object
 ) -> None:
-    """Encode after the signal; says how long it took."""
+    """Encode after the signal; says how long it took, and how much processor time."""
     if way == "tokenizers":
         tokenizer = build_tokenizer(config)
 
@@ -101,13 +103,15 @@ def encode_bare(
             return [model.encode_as_ids(text) for text in part]
 
     start.wait()  # type: ignore[attr-defined]
-    begin = time.perf_counter()
+    begin, cpu = time.perf_counter(), time.process_time()
     for i in range(0, len(texts), 64):
         encode(texts[i : i + 64])
-    out.put(time.perf_counter() - begin)  # type: ignore[attr-defined]
+    seconds = time.perf_counter() - begin, time.process_time() - cpu
+    out.put(seconds)  # type: ignore[attr-defined]
 
 
-def bare(way: str, config: TokenizerConfig, texts: list[str], workers: int) -> float:
+def bare(way: str, config: TokenizerConfig, texts: list[str], workers: int) -> tuple[float, float]:
+    """Seconds of the slowest process, and processor seconds of all."""
     context = multiprocessing.get_context("fork")
     start, out = context.Barrier(workers), context.Queue()
     parts = [texts[i::workers] for i in range(workers)]
@@ -116,26 +120,35 @@ def bare(way: str, config: TokenizerConfig, texts: list[str], workers: int) -> f
     ]
     for process in processes:
         process.start()
-    seconds = max(out.get() for _ in processes)
+    taken = [out.get() for _ in processes]
     for process in processes:
         process.join()
-    return seconds
+    return max(wall for wall, _ in taken), sum(cpu for _, cpu in taken)
 
 
-def whole_run(config: TokenizerConfig, corpus: Path, folder: Path, workers: int) -> float:
+def whole_run(
+    config: TokenizerConfig, corpus: Path, folder: Path, workers: int
+) -> tuple[float, float]:
+    """Seconds, and processor seconds of all processes."""
     words = ["--input", corpus, "--output-prefix", folder / "out", "--workers", workers]
     words += ["--append-eod", "--log-interval", 0, "--tokenizer-type", config.tokenizer_type]
     for name in ("vocab_file", "merge_file", "tokenizer_model"):
         value = getattr(config, name)
         if value is not None:
             words += ["--" + name.replace("_", "-"), value]
-    begin = time.perf_counter()
+    begin, cpu = time.perf_counter(), children_cpu()
     subprocess.run(
         [sys.executable, "-m", "tools.preprocess_data", *map(str, words)],
         check=True,
         stdout=subprocess.DEVNULL,
     )
-    return time.perf_counter() - begin
+    return time.perf_counter() - begin, children_cpu() - cpu
+
+
+def children_cpu() -> float:
+    """Processor seconds of the processes that this one has waited for, and of theirs."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def main() -> None:
@@ -156,11 +169,10 @@ def main() -> None:
         for workers in args.workers:
             for _ in range(args.repeat):
                 for kind, way in ways:
-                    seconds = bare(way, configs[kind], texts, workers)
-                    show(f"bare {way}", workers, size / seconds)
+                    show(f"bare {way}", workers, size, bare(way, configs[kind], texts, workers))
                     if way != "tokenizers":
-                        seconds = whole_run(configs[kind], corpus, folder, workers)
-                        show(f"whole run, {kind}", workers, size / seconds)
+                        taken = whole_run(configs[kind], corpus, folder, workers)
+                        show(f"whole run, {kind}", workers, size, taken)
                 if args.megatron and workers == 1:
                     files = [corpus, folder / "peer", folder / "hf"]
                     program = Path(__file__).with_name("peer_megatron.py")
@@ -168,8 +180,10 @@ def main() -> None:
                     subprocess.run([str(word) for word in words], check=True)
 
 
-def show(row: str, workers: int, rate: float) -> None:
-    print(json.dumps({"row": row, "workers": workers, "MB_per_second": round(rate, 2)}), flush=True)
+def show(row: str, workers: int, megabytes: float, taken: tuple[float, float]) -> None:
+    wall, cpu = (round(megabytes / seconds, 2) for seconds in taken)
+    rates = {"MB_per_second": wall, "MB_per_cpu_second": cpu}
+    print(json.dumps({"row": row, "workers": workers, **rates}), flush=True)
 
 
 if __name__ == "__main__":

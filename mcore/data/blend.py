@@ -128,6 +128,8 @@ def blend_order(
     """
     if limits is not None and size > sum(limits):
         raise DataError(f"{size} samples wanted from corpora that hold {sum(limits)}")
+    if len(weights) == 1:
+        return np.broadcast_to(np.int16(0), size), np.arange(size)
     lanes = -(-size // _LANE)
     starts = _guess_counts(weights, np.arange(lanes, dtype=np.int64) * _LANE)
     ends = np.empty_like(starts)
