@@ -26,6 +26,10 @@ WORD_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?
 _MANY = 50_000
 _MANY_BLANKS = re.compile(rf"\s{{{_MANY}}}")
 
+# The way to arrays looks for special tokens first, and without any it stops at each character. This
+# one of two noncharacters is never allowed, so that a text that holds it is read as any other.
+_NO_TOKEN = "\U0010fffe\U0010ffff"
+
 _PROBES = (
     "I'll say it's they're we've I'd don't I'm 'S 'LL ''s",
     "tabs\t\tand  two   three    spaces \n\n  \r\n end ",
@@ -38,6 +42,7 @@ _PROBES = (
     "\u00a0\u1680\u2003\u2028\u2029\u202f\u205f\u3000\u0085\u200b\ufeff\x00\x1c\x1f\x7f",
     "for(i=0;i<n;++i){a[i]*=-1;} // $%&@~^|\\ <|endoftext|> http://a.b/c?d=e#f",
     "aaaaaaaaaaaaaaaa bbbbbbb ababababab !!!!!!!! ........ ------ ====",
+    f"a {_NO_TOKEN}b {_NO_TOKEN}",
 )
 
 
@@ -68,7 +73,7 @@ class FastBytePairs:
             mergeable_ranks={
                 bytes(spelled[c] for c in token): rank for rank, token in enumerate(tokens)
             },
-            special_tokens={},
+            special_tokens={_NO_TOKEN: len(tokens)},
         )
         for text in _PROBES:
             ids = self.encode(text)
@@ -79,8 +84,7 @@ class FastBytePairs:
         """Token ids of a text, int32; None where this core cannot read it."""
         if len(text) >= _MANY and _MANY_BLANKS.search(text):
             return None
-        # The library's own way to arrays looks for special tokens too, at twice the time.
-        return self._ids[np.array(self._backend.encode_ordinary(text), np.int32)]
+        return self._ids[self._backend.encode_to_numpy(text, disallowed_special=())]
 
 
 def read_merges(path: str) -> list[tuple[str, str]]:

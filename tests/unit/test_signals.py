@@ -32,19 +32,25 @@ PRELUDE = """
 """
 
 
+def ignore(*numbers):
+    """Of the signals that a job in the background may have inherited, ignore just these."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN if number in numbers else signal.SIG_DFL)
+
+
 @pytest.fixture
 def start():
     """Start a program with the watch, and return it once it is ready."""
     started = []
 
-    def start(body, **options):
+    def start(body, ignored=()):
         process = subprocess.Popen(
             [sys.executable, "-c", textwrap.dedent(PRELUDE) + textwrap.dedent(body)],
             cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            **options,
+            preexec_fn=lambda: ignore(*ignored),
         )
         started.append(process)
         assert process.stdout.readline().startswith("ready")
@@ -107,7 +113,7 @@ def test_with_the_handler_off_signals_kill_even_those_that_came_before(start):
 def test_ignored_signals_stay_ignored(start):
     process = start(
         "assert watch.exit_signal is None; time.sleep(1); print(watch.exit_signal)",
-        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),
+        ignored=[signal.SIGHUP],
     )
     process.send_signal(signal.SIGHUP)
     assert rest(process) == "None\n"
