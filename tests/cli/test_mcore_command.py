@@ -11,6 +11,7 @@ from tests.cli.test_pretrain_gpt import ROOT, torchrun, worker_output
 pytestmark = pytest.mark.cli
 
 
+@pytest.mark.full
 def test_selftest(tmp_path):
     done, errors = torchrun(tmp_path, 2, "-m", "mcore", "selftest", "--device", "cpu", "--json")
     assert done.returncode == 0, errors

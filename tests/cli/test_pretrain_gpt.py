@@ -146,6 +146,7 @@ def test_a_rank_that_alone_cannot_read_its_data_ends_the_job(corpus, tmp_path):
     assert processes_that_name(tmp_path) == []
 
 
+@pytest.mark.full
 def test_a_rank_that_fails_inside_a_step_ends_the_job(corpus, tmp_path):
     program = tmp_path / "faulty_step.py"
     program.write_text(FAULTY_STEP)

@@ -87,7 +87,11 @@ def test_the_size_of_evaluated_batches_changes_nothing(corpora, layout):
     assert losses[2][0] == pytest.approx(losses[0][0], abs=2e-6)
 
 
-@pytest.mark.parametrize("layout", [SINGLE, Layout(tp=2, pp=2, sp=True)], ids=layout_id)
+@pytest.mark.parametrize(
+    "layout",
+    [SINGLE, Layout(pp=2), pytest.param(Layout(tp=2, pp=2, sp=True), marks=pytest.mark.full)],
+    ids=layout_id,
+)
 def test_training_does_not_notice(corpora, layout):
     quiet = train(separate(corpora, 6, DROPOUT), layout)
     busy = "--eval-iters 1 --eval-interval 2 --multiple-validation-sets --full-validation "

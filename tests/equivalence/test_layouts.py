@@ -132,12 +132,14 @@ def test_float64_runs_agree_to_rounding(
             "--make-vocab-size-divisible-by 128",
             [Layout(tp=4, sp=True), Layout(tp=2, pp=2, sp=True), Layout(pp=4)],
         ),
-        (VARIANTS["llama"], [Layout(tp=4), Layout(tp=2, pp=2, dp=2)]),
+        pytest.param(
+            VARIANTS["llama"], [Layout(tp=4), Layout(tp=2, pp=2, dp=2)], marks=pytest.mark.full
+        ),
     ],
     ids=["gpt-dropout", "llama"],
 )
 def test_float32_runs_from_a_fresh_initialisation(corpus, options, layouts):
-    words = command(corpus, 6, options)
+    words = command(corpus, 4, options)
     wanted = train(words)
     for layout in layouts:
         records = train(words, layout)

@@ -50,9 +50,10 @@ def copies(ranks):
     ("variant", "layout"),
     [
         ("gpt", Layout(tp=2, pp=2, sp=True)),
-        ("gpt", Layout(pp=2, dp=2)),
+        ("bf16", Layout(pp=2, dp=2)),
+        pytest.param("gpt", Layout(pp=2, dp=2), marks=pytest.mark.full),
         pytest.param("multi-query", Layout(tp=4, sp=True), marks=pytest.mark.full),
-        ("bf16", Layout(tp=2, dp=2, sp=True)),
+        pytest.param("bf16", Layout(tp=2, dp=2, sp=True), marks=pytest.mark.full),
         pytest.param("bf16", Layout(tp=2, pp=2, dp=2, sp=True), marks=pytest.mark.full),
         pytest.param("multi-query", Layout(tp=2, pp=2, dp=2), marks=pytest.mark.full),
     ],

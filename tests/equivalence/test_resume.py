@@ -42,7 +42,7 @@ def in_two_parts(corpus, root, iterations, layout, *options, then=None):
 @pytest.mark.parametrize(
     ("layout", "iterations", "options"),
     [
-        (SINGLE, 20, "--num-workers 2"),
+        pytest.param(SINGLE, 20, "--num-workers 2", marks=pytest.mark.full),
         (Layout(tp=2, pp=2, sp=True), 10, ""),
         (Layout(dp=2), 10, "--overlap-grad-reduce --ddp-num-buckets 3 --num-workers 2"),
         pytest.param(Layout(pp=2, vpp=2), 20, "--bf16", marks=pytest.mark.full),
