@@ -25,7 +25,7 @@ from mcore.data.corpus_meta import TokenizerIdentity
 from mcore.data.sft_builder import build_sft_datasets
 from mcore.models.gpt import GPTModel
 from mcore.tokenizers import build_tokenizer, encode_texts, fingerprint
-from mcore.training import Stage, pretrain
+from mcore.training import Stage, corpus_files, pretrain
 from mcore.transformer import AttentionMask, DropoutState
 
 
@@ -126,7 +126,7 @@ def forward_step(
 
 def main() -> None:
     """Train from the command line."""
-    pretrain(datasets_provider, model_provider, forward_step)
+    pretrain(datasets_provider, model_provider, forward_step, data_files=corpus_files)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from mcore.tensor_parallel import (
     VocabParallelEmbedding,
     vocab_parallel_cross_entropy,
 )
-from mcore.training import Stage, pretrain
+from mcore.training import Stage, corpus_files, pretrain
 from pretrain_gpt import datasets_provider, loss_func
 
 
@@ -77,4 +77,4 @@ def forward_step(iterator: Any, model: nn.Module) -> tuple[Tensor, Any]:
 
 
 if __name__ == "__main__":
-    pretrain(datasets_provider, ShiftModel, forward_step)
+    pretrain(datasets_provider, ShiftModel, forward_step, data_files=corpus_files)

@@ -16,6 +16,9 @@ SAVE=${SAVE:-checkpoints/gpt3_13b}     # all machines see it
 NNODES=${NNODES:-8}
 GPUS=${GPUS:-8}
 
+# Of a signal on, torchrun gives its workers so long to save; a version before 2.13 gives them 30 s.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-170}
+
 LAUNCH=(
   --nnodes "$NNODES" --nproc-per-node "$GPUS" --max-restarts 3
   --rdzv-id "${JOB_ID:-gpt3_13b}" --rdzv-backend c10d

@@ -8,10 +8,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from mcore.cli.launcher import as_torchrun
 from mcore.config.command_line import flag_names
 from mcore.config.fields import flag_of, problems_of
 from mcore.config.run import Resolved, RunConfig, resolve
@@ -22,6 +22,7 @@ from mcore.training.memory import RankMemory, predict_memory
 from mcore.training.options import CHECKPOINT, CONFIG_FILE, DEEPSPEED, DEFAULT, Source
 from mcore.training.parameter_count import count_parameters
 from mcore.training.pipeline_plan import plan_pipeline, plan_split
+from mcore.training.places import absent_files, corpus_files, tokenizer_files
 from mcore.training.prepare import Settled, settle_options
 
 
@@ -39,18 +40,34 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def _add_own_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("mcore check")
-    group.add_argument("--world-size", type=int, default=1, metavar="N", help="Processes.")
+    group.add_argument(
+        "--world-size",
+        type=int,
+        metavar="N",
+        help="Processes; 1 when absent. A command that begins with `deepspeed` says it itself, and "
+        "is printed as torchrun's.",
+    )
     group.add_argument("--json", action="store_true", help="Print one JSON object.")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the examined command; 0 it would run, 2 it would not, 1 its checkpoint is at fault."""
-    arguments = read(args.words, _add_own_flags, "mcore check")
+    launched = as_torchrun(args.words[1:]) if args.words[:1] == ["deepspeed"] else None
+    words = args.words if launched is None else launched.words
+    arguments = read(words, _add_own_flags, "mcore check")
     as_json = bool(arguments.extra.json)
+    size = arguments.extra.world_size
     try:
-        if arguments.extra.world_size < 1:
-            raise ConfigError(f"--world-size is {arguments.extra.world_size}; use 1 or more")
-        report = examine(settle_options(arguments, arguments.extra.world_size))
+        if size is not None and launched is not None:
+            raise ConfigError(
+                "deepspeed's own words say the number of processes; drop --world-size"
+            )
+        if size is None:
+            size = 1 if launched is None else launched.world_size
+        if size < 1:
+            raise ConfigError(f"--world-size is {size}; use 1 or more")
+        settled = settle_options(arguments, size, _wrong_places)
+        report = examine(settled, None if launched is None else launched.line)
     except McoreError as error:
         if not as_json:
             raise
@@ -76,6 +93,7 @@ class Report:
         num_parameters: of the model, each counted once and without padding; None where the
             vocabulary's size is not known here.
         memory: predicted bytes of each pipeline rank, empty likewise.
+        launch: the torchrun command that another launcher's stands for, or None.
     """
 
     config: RunConfig
@@ -88,12 +106,14 @@ class Report:
     absent: Sequence[str]
     num_parameters: int | None
     memory: Sequence[RankMemory]
+    launch: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The report as JSON."""
         model = self.config.model
         return {
             "ok": True,
+            "launch": self.launch,
             "world_size": self.world_size,
             "layout": {
                 "tensor": model.tensor_model_parallel_size,
@@ -123,6 +143,9 @@ class Report:
 
     def lines(self) -> Iterator[str]:
         """The report as text."""
+        if self.launch is not None:
+            each = ", on every machine" if "--nnodes" in self.launch else ""
+            yield f"launch{each}: {self.launch}"
         yield from self._summary()
         for note in self.notes:
             yield f"note          {note}"
@@ -182,11 +205,18 @@ class Report:
         return options
 
 
-def examine(settled: Settled) -> Report:
-    """Work out what a checked command would be."""
+def _wrong_places(sections: Mapping[str, Any]) -> list[str]:
+    """What would stand in the way on this machine, but for files that are elsewhere."""
+    return absent_files(sections, corpus_files)[1]
+
+
+def examine(settled: Settled, launch: str | None = None) -> Report:
+    """Work out what a checked command would be; `launch` is the torchrun command of it."""
     config, world_size = settled.config, settled.world_size
-    absent = _absent_files(config)
-    if config.tokenizer.vocab_size is None and not absent:
+    sections = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    absent, _ = absent_files(sections, corpus_files)
+    can_read = not {*tokenizer_files(config.tokenizer)} & {*absent}
+    if config.tokenizer.vocab_size is None and can_read:
         size = build_tokenizer(config.tokenizer).vocab_size
         tokenizer = dataclasses.replace(config.tokenizer, vocab_size=size)
         config = dataclasses.replace(config, tokenizer=tokenizer)
@@ -203,6 +233,7 @@ def examine(settled: Settled) -> Report:
         absent=absent,
         num_parameters=_num_parameters(config) if known else None,
         memory=predict_memory(config, world_size) if known else (),
+        launch=launch,
     )
 
 
@@ -220,25 +251,6 @@ def _num_parameters(config: RunConfig) -> int:
     )
     layers = config.model.num_layers
     return count_parameters(whole, layers, pre_process=True, post_process=True).total
-
-
-def _absent_files(config: RunConfig) -> list[str]:
-    """Named files and folders that this machine lacks."""
-    tokenizer, data = config.tokenizer, config.data
-    named = [tokenizer.tokenizer_model, tokenizer.vocab_file, tokenizer.merge_file]
-    named += [data.data_args_path, data.per_split_data_args_path, config.checkpoint.load]
-    paths = (data.data_path, data.train_data_path, data.valid_data_path, data.test_data_path)
-    words = [word for path in paths for word in path or () if not _is_number(word)]
-    named += words if data.sft else [f"{word}.idx" for word in words]
-    return [name for name in named if name is not None and not Path(name).exists()]
-
-
-def _is_number(word: str) -> bool:
-    try:
-        float(word)
-    except ValueError:
-        return False
-    return True
 
 
 def _gib(size: int) -> str:

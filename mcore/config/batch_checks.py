@@ -5,9 +5,9 @@ They are among the rules of `mcore.config.checks`.
 
 from __future__ import annotations
 
-from mcore.config.run import RunConfig
+from mcore.config.run import RunConfig, batch_size_calculator, largest_batch
 from mcore.errors import ConfigError
-from mcore.num_microbatches_calculator import parse_step_schedule
+from mcore.num_microbatches_calculator import NumMicroBatchesCalculator, parse_step_schedule
 
 
 def batch(config: RunConfig, world_size: int) -> str | None:
@@ -24,15 +24,17 @@ def batch(config: RunConfig, world_size: int) -> str | None:
         return None
     if training.decrease_batch_size_if_needed and batch > per_step:
         return None
-    nearest = ", ".join(
-        str(n) for n in (batch // per_step * per_step, -(-batch // per_step) * per_step) if n
-    )
     return (
         f"--global-batch-size ({batch}) must be a multiple of --micro-batch-size ({micro}) x "
         f"data-parallel size ({dp}) = {per_step}, and {batch} / {per_step} leaves "
-        f"{batch % per_step}; nearest: {nearest}; data-parallel size = {world_size} processes / "
-        f"{shards} of tensor x pipeline"
+        f"{batch % per_step}; nearest: {_nearest(batch, per_step)}; data-parallel size = "
+        f"{world_size} processes / {shards} of tensor x pipeline"
     )
+
+
+def _nearest(size: int, step: int) -> str:
+    """The multiples of a step on both sides of a size that is none."""
+    return ", ".join(str(n) for n in (size // step * step, -(-size // step) * step) if n)
 
 
 def _ramp(config: RunConfig, dp: int) -> str | None:
@@ -72,16 +74,31 @@ def evaluation(config: RunConfig, world_size: int) -> str | None:
             "--eval-micro-batch-size and --eval-global-batch-size are not available with "
             "--max-tokens-per-microbatch"
         )
-    dp = max(1, world_size // config.model.model_parallel_size)
-    micro = options.eval_micro_batch_size or training.micro_batch_size
-    batch = options.eval_global_batch_size or training.global_batch_size
-    if micro is None or batch is None or batch % (micro * dp) == 0:
+    calculator = _calculator(config, world_size)
+    if calculator is None:
         return None
+    dp = calculator.data_parallel_size
+    micro = options.eval_micro_batch_size or calculator.micro_batch_size
+    batch = options.eval_global_batch_size or largest_batch(calculator)
+    if batch % (micro * dp) == 0:
+        return None
+    origin = "" if options.eval_global_batch_size else ", that of training"
     return (
-        f"--eval-global-batch-size ({batch}) must be a multiple of --eval-micro-batch-size "
-        f"({micro}) x data-parallel size ({dp}) = {micro * dp}; for a size that is absent the "
-        "training's stands in"
+        f"--eval-global-batch-size ({batch}{origin}) must be a multiple of "
+        f"--eval-micro-batch-size ({micro}) x data-parallel size ({dp}) = {micro * dp}; "
+        f"nearest: {_nearest(batch, micro * dp)}"
     )
+
+
+def _calculator(config: RunConfig, world_size: int) -> NumMicroBatchesCalculator | None:
+    """The batch of every step, or None where other rules tell why there is none."""
+    shards = config.model.model_parallel_size
+    if config.training.micro_batch_size is None or world_size % shards:
+        return None
+    try:
+        return batch_size_calculator(config, world_size // shards)
+    except ConfigError:
+        return None
 
 
 def step_schedule(config: RunConfig, world_size: int) -> str | None:
@@ -110,11 +127,13 @@ def step_schedule(config: RunConfig, world_size: int) -> str | None:
 
 def train_samples(config: RunConfig, world_size: int) -> str | None:
     """There is at least one global batch to train on."""
-    del world_size
-    samples, batch = config.training.train_samples, config.training.global_batch_size
-    if samples is None or batch is None or samples >= batch:
+    samples, calculator = config.training.train_samples, _calculator(config, world_size)
+    if samples is None or calculator is None:
         return None
-    return f"--train-samples ({samples}) is less than one global batch ({batch})"
+    first = calculator.global_batch_size_at(0)
+    if samples >= first:
+        return None
+    return f"--train-samples ({samples}) is less than one global batch ({first})"
 
 
 def token_budget(config: RunConfig, world_size: int) -> str | None:

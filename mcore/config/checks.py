@@ -246,6 +246,13 @@ def _instances(config: RunConfig, world_size: int) -> str | None:
     )
 
 
+def _profiling(config: RunConfig, world_size: int) -> str | None:
+    found = [*config.profiling.wrong_ranks(world_size)]
+    if config.runtime.device == "cpu":
+        found += config.profiling.without_cuda()
+    return "; ".join(found) or None
+
+
 def _save(config: RunConfig, world_size: int) -> str | None:
     del world_size
     if config.checkpoint.save is not None and config.checkpoint.save_interval is None:
@@ -292,6 +299,7 @@ CHECKS: tuple[Check, ...] = (
     _main_grads,
     _replicas,
     _instances,
+    _profiling,
     _save,
     _rollback,
 )

@@ -25,8 +25,8 @@ class LoggingConfig:
     )
     log_progress: bool = flag(
         False,
-        help="Append starts, saves and the end of the run to SAVE/progress.txt, with tokens and "
-        "floating-point operations so far.",
+        help="Append starts, saves and the end of the run to SAVE/progress.txt, with the samples, "
+        "tokens and floating-point operations so far.",
     )
     timing_log_level: Literal[0, 1, 2] = flag(
         0,
@@ -38,7 +38,8 @@ class LoggingConfig:
     )
     log_straggler: bool = flag(
         False,
-        help="Say at each log line which rank is the slowest in each phase that waits for nobody.",
+        help="Say at each log line which rank, or which tensor-parallel ranks together, are the "
+        "slowest in each phase that waits for no others.",
     )
     log_hardware: bool = flag(
         False,

@@ -44,6 +44,25 @@ class ProfilingConfig:
     def __post_init__(self) -> None:
         refuse(self._problems())
 
+    def without_cuda(self) -> Iterator[str]:
+        """What is wrong with the options where there is no CUDA."""
+        if self.profile and not self.use_pytorch_profiler:
+            yield (
+                "--profile alone marks iterations for Nsight Systems, which needs CUDA; add "
+                "--use-pytorch-profiler"
+            )
+        if self.record_memory_history:
+            yield "--record-memory-history needs CUDA: torch records no CPU memory"
+
+    def wrong_ranks(self, world_size: int) -> Iterator[str]:
+        """What is wrong with the options in a job of so many processes."""
+        is_on = self.profile or self.record_memory_history
+        if is_on and not all(0 <= rank < world_size for rank in self.profile_ranks):
+            yield (
+                f"--profile-ranks {' '.join(map(str, self.profile_ranks))}: the job has ranks 0 to "
+                f"{world_size - 1}"
+            )
+
     def _problems(self) -> Iterator[str]:
         if self.profile_step_start < 0 or self.profile_step_end <= self.profile_step_start:
             yield (

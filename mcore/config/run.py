@@ -145,10 +145,8 @@ def resolve(config: RunConfig, world_size: int) -> Resolved:
     )
     assert training.micro_batch_size is not None
     assert training.seq_length is not None
-    per_step = training.micro_batch_size * dp
     calculator = batch_size_calculator(config, dp)
-    largest = calculator.global_batch_size_at(sys.maxsize)
-    global_batch_size = largest - largest % per_step
+    global_batch_size = largest_batch(calculator)
     if training.train_iters is not None:
         iters = training.train_iters
     else:
@@ -158,7 +156,7 @@ def resolve(config: RunConfig, world_size: int) -> Resolved:
         data_parallel_size=dp,
         micro_batch_size=training.micro_batch_size,
         global_batch_size=global_batch_size,
-        num_microbatches=global_batch_size // per_step,
+        num_microbatches=global_batch_size // calculator.micro_batch_times_data_parallel_size,
         train_iters=iters,
         seq_length=training.max_tokens_per_microbatch or training.seq_length,
         eval_micro_batch_size=config.evaluation.eval_micro_batch_size or training.micro_batch_size,
@@ -183,6 +181,12 @@ def batch_size_calculator(config: RunConfig, data_parallel_size: int) -> NumMicr
         data_parallel_size,
         training.decrease_batch_size_if_needed,
     )
+
+
+def largest_batch(calculator: NumMicroBatchesCalculator) -> int:
+    """Samples of a step at the end of the run, in whole micro batches."""
+    largest = calculator.global_batch_size_at(sys.maxsize)
+    return largest - largest % calculator.micro_batch_times_data_parallel_size
 
 
 def _count_iterations(calculator: NumMicroBatchesCalculator, train_samples: int) -> int:

@@ -49,7 +49,9 @@ class StabilityConfig:
         10, help="Consecutive steps left out before the run gives up with exit code 17."
     )
     loss_spike_max_rollbacks: int = flag(
-        3, help="Returns to the same checkpoint before the run gives up with exit code 17."
+        3,
+        help="Returns to a checkpoint, without a new update saved in between, before the run gives "
+        "up with exit code 17.",
     )
     loss_spike_skip_iterations: int | None = flag(
         None,
@@ -84,8 +86,9 @@ class StabilityConfig:
     on_alert: str | None = flag(
         None,
         metavar="CMD",
-        help="Shell command that rank 0 runs for every event of the autopilot, with its JSON on "
-        "standard input; training never waits for it.",
+        help="Shell command that rank 0 runs for every event of the autopilot, and for numbers "
+        "that end the run under any policy, with its JSON on standard input; training never waits "
+        "for it.",
     )
     alert_timeout: float = flag(
         30.0, help="Seconds after which the command of --on-alert is killed."

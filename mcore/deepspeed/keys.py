@@ -15,6 +15,8 @@ from mcore.deepspeed.translation import Translation
 _TUNING = "mcore gathers and frees sharded parameters by layer"
 _ALWAYS = "mcore always does so"
 _OWN_REPORTS = "reports are --log-interval, --timing-log-level and --tensorboard-dir"
+#: Of two, that float32 holds.
+_HIGHEST_POWER = 127
 _ROBUST = "checkpoints are mcore's own"
 
 
@@ -28,7 +30,7 @@ def _stage(value: Any) -> str:
 
 
 def _gather_bucket(translation: Translation, path: str, value: Any) -> None:
-    """One size serves both directions: that of reduction where both are given."""
+    """One size serves both directions: that of reduction, which is read first, where both are."""
     if translation.value("ddp", "bucket_size") is None:
         option("ddp", "bucket_size", whole)(translation, path, value)
     elif translation.value("ddp", "bucket_size") != value:
@@ -41,7 +43,10 @@ def _loss_scale(translation: Translation, path: str, value: Any) -> None:
 
 
 def _power_of_two(value: Any) -> float:
-    return 2.0 ** whole(value)
+    power = whole(value)
+    if not 0 <= power <= _HIGHEST_POWER:
+        raise ValueError(f"use a whole number from 0 to {_HIGHEST_POWER}")
+    return 2.0**power
 
 
 def _data_type(translation: Translation, path: str, value: Any) -> None:
@@ -50,7 +55,7 @@ def _data_type(translation: Translation, path: str, value: Any) -> None:
     names["bfloat16"], names["float16"] = "bf16", "fp16"
     if value is None:
         return
-    if value not in names:
+    if not isinstance(value, str) or value not in names:
         translation.refuse(path, value, "use fp32, bf16 or fp16")
         return
     kind = names[value]

@@ -30,7 +30,7 @@ def read_config(path: str) -> dict[str, Any]:
             f"--deepspeed_config {path} is no JSON: {error.msg} in line {error.lineno}, column "
             f"{error.colno}"
         ) from error
-    except ConfigError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"--deepspeed_config {path}: {error}") from error
     if not isinstance(config, dict):
         raise ConfigError(f"--deepspeed_config {path} must hold one JSON object")

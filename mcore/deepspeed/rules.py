@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
 from mcore.deepspeed.translation import AUTO, Translation
+
+_LARGEST = 2**63 - 1
 
 Rule = Callable[[Translation, str, Any], None]
 Reader = Callable[[Any], Any]
@@ -28,8 +31,10 @@ def whole(value: Any) -> int:
     Raises:
         ValueError: anything else.
     """
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != int(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ValueError("use a whole number")
+    if not abs(value) <= _LARGEST or value != int(value):  # nor does it hold what is no number
+        raise ValueError("use a whole number that 64 bits hold")
     return int(value)
 
 
@@ -41,6 +46,8 @@ def number(value: Any) -> float:
     """
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ValueError("use a number")
+    if not abs(value) <= sys.float_info.max:
+        raise ValueError("use a finite number")
     return float(value)
 
 

@@ -83,7 +83,8 @@ def _take_precision(section: str, name: str, rules: Mapping[str, Rule]) -> _Bloc
 
 
 def _take_zero(translation: Translation, path: str, block: Mapping[str, Any]) -> None:
-    values = _flat(_renamed(translation, path, block))
+    flat = _flat(_renamed(translation, path, block))
+    values = {key: flat.pop(key) for key in ZERO if key in flat} | flat  # in the table's order
     hidden = translation.given("model", "hidden_size")
     is_open = hidden is not None and translation.given("ddp", "bucket_size") is None
     if is_open and is_auto(values.get("reduce_bucket_size")):

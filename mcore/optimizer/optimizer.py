@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import NamedTuple, TypeAlias
 
@@ -35,6 +36,14 @@ Rule: TypeAlias = Adam | Sgd | Lion | Muon | OffloadedRule
 #: From the global norm before clipping, 0-dim fp64, to a 0-dim bool, equal on all ranks: leave the
 #: update out.
 Veto: TypeAlias = Callable[[Tensor], Tensor]
+
+#: From the name of a part of the step to its context.
+Phase: TypeAlias = Callable[[str], AbstractContextManager[None]]
+
+
+def _untimed(name: str) -> AbstractContextManager[None]:
+    del name
+    return nullcontext()
 
 
 class StepResult(NamedTuple):
@@ -136,34 +145,43 @@ class MegatronOptimizer:
         return self.config.fp16 or self.config.loss_scale is not None
 
     @torch.no_grad()
-    def step(self, veto: Veto | None = None) -> StepResult:
+    def step(self, veto: Veto | None = None, phase: Phase = _untimed) -> StepResult:
         """Measure the gradient, clip it and update the parameters; nothing waits for the device.
 
         An update with a gradient that is not finite, on any rank, is left out on all ranks.
 
         Args:
             veto: may leave the update out for another reason.
+            phase: context of a part of the step, by Megatron's names.
 
         Comm: the norm's all-reduces, see `get_grad_norm`; as many again for each other watcher.
         """
         grads = []
         pieces: list[Tensor] = []
-        for item in self.params:
-            grad = item.gradient()
-            self._set_gradient(item, grad)
-            if grad is not None:
-                grads.append(grad)
-                pieces += item.counted(grad)
-        scaled_norm = get_grad_norm(pieces, self._norm_groups, self._device)
-        is_finite = torch.isfinite(scaled_norm)
-        zeros = self._count_zeros(pieces) if self.config.log_num_zeros_in_grad else None
-        grad_norm = self._unscale_and_clip_(grads, scaled_norm)
+        with phase("optimizer-copy-to-main-grad"):
+            for item in self.params:
+                grad = item.gradient()
+                self._set_gradient(item, grad)
+                if grad is not None:
+                    grads.append(grad)
+                    pieces += item.counted(grad)
+        with phase("optimizer-unscale-and-check-inf"):
+            scaled_norm = get_grad_norm(pieces, self._norm_groups, self._device)
+            is_finite = torch.isfinite(scaled_norm)
+        zeros = None
+        if self.config.log_num_zeros_in_grad:
+            with phase("optimizer-count-zeros"):
+                zeros = self._count_zeros(pieces)
+        with phase("optimizer-clip-main-grad"):
+            grad_norm = self._unscale_and_clip_(grads, scaled_norm)
         applies = is_finite if veto is None else is_finite & ~veto(grad_norm)
-        self.optimizer.step_unless(skip=(~applies).float())
+        with phase("optimizer-inner-step"):
+            self.optimizer.step_unless(skip=(~applies).float())
         self.grad_scaler.update(~is_finite)
         for item in self.params:
             item.main.grad = None
-        self._copy_main_params_to_model_params()
+        with phase("optimizer-copy-main-to-model-params"):
+            self._copy_main_params_to_model_params()
         params_norm = self._params_norm() if self.config.log_params_norm else None
         return StepResult(applies, grad_norm, zeros, params_norm)
 
@@ -265,18 +283,20 @@ class DistributedOptimizer(MegatronOptimizer):
     def _shard_axes(self, model_chunks: Sequence[nn.Module]) -> tuple[Group, ...]:  # noqa: ARG002
         return (self._chunks[0].groups.shard,)
 
-    def step(self, veto: Veto | None = None) -> StepResult:
+    def step(self, veto: Veto | None = None, phase: Phase = _untimed) -> StepResult:
         """Update this rank's run of the parameters and collect what the other ranks updated.
 
         Args:
             veto: see `MegatronOptimizer.step`.
+            phase: likewise.
 
         Comm: the norm's all-reduces over the shard, then tensor- and pipeline-parallel ranks; one
             all-gather a bucket (see `start_param_sync`).
         """
-        result = super().step(veto)
-        for chunk in self._chunks:
-            chunk.start_param_sync()
+        result = super().step(veto, phase)
+        with phase("params-all-gather"):
+            for chunk in self._chunks:
+                chunk.start_param_sync()
         return result
 
 

@@ -33,7 +33,8 @@ from mcore.training.options import (
 
 ExtraArguments = Callable[[argparse.ArgumentParser], Any]
 
-_REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")
+#: What a model has to be told; the command line or a checkpoint does.
+REQUIRED_MODEL_OPTIONS = ("num_layers", "hidden_size", "num_attention_heads")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -183,7 +184,7 @@ def build_sections(
         values = {**_from_options(kind, options), **arguments.typed[name]}
         if name == "model":
             values.update(_precision(arguments))
-            missing = [field for field in _REQUIRED if field not in values]
+            missing = [field for field in REQUIRED_MODEL_OPTIONS if field not in values]
             if missing:
                 problems += _missing(missing, arguments)
                 continue

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mcore import checkpoint, device
 from mcore.checkpoint import RankLocal, ShardedTensor, sharded_parameter
+from mcore.config.checkpoint import CheckpointConfig
 from mcore.config.run import RunConfig
 from mcore.distributed import ParamPart
 from mcore.errors import CheckpointError, DamagedCheckpointError
@@ -87,50 +88,57 @@ def stored_model_options(
     return options
 
 
-def check_directories(config: RunConfig) -> bool:
-    """Whether there is a checkpoint to load; refuses what could lose or silently restart a run.
+def directory_problem(options: CheckpointConfig, *, may_be_elsewhere: bool = False) -> str | None:
+    """What could lose or silently restart a run, in words.
 
-    Raises:
-        CheckpointError: --load names no checkpoint (unless this is the first run into the same
-            --save), or --save holds checkpoints of a run that is not being continued.
+    That is --load without a checkpoint, unless this is the first run into the same --save, and
+    --save with checkpoints of a run that is not being continued.
+
+    Args:
+        options: where to save and load.
+        may_be_elsewhere: a --load directory that is not here is on the machines of the job.
     """
-    options = config.checkpoint
-    if options.save is not None:
-        _make_root(options.save)
-    continues = _same(options.load, options.save)
-    if options.load is None:
-        if options.save is not None and not options.overwrite_save and _holds_any(options.save):
-            raise CheckpointError(
-                f"--save {options.save} holds checkpoints already: continue that run with --load "
-                f"{options.save}, or start anew over it with --overwrite-save"
+    load, save = options.load, options.save
+    continues = _same(load, save)
+    in_the_way = save is not None and not continues and _holds_any(save)
+    if in_the_way and not options.overwrite_save:
+        if load is None:
+            return (
+                f"--save {save} holds checkpoints already: continue that run with --load {save}, "
+                "or start anew over it with --overwrite-save"
             )
-        return False
-    if _holds_any(options.load):
-        if options.save is not None and not continues and not options.overwrite_save:
-            _refuse_foreign_save(options.save)
-        return True
+        if _holds_any(load):
+            return (
+                f"--save {save} holds checkpoints already, and --load names another directory; "
+                "choose a new --save or start anew over it with --overwrite-save"
+            )
+    if load is None or _holds_any(load):
+        return None
+    if may_be_elsewhere and not options.exit_on_missing_checkpoint and not Path(load).exists():
+        return None
     if continues and not options.exit_on_missing_checkpoint and options.ckpt_step is None:
-        return False
-    raise CheckpointError(
-        f"--load {options.load} holds no checkpoint; correct the path, or give the same directory "
-        "as --save to start a new run there"
+        return None
+    return (
+        f"--load {load} holds no checkpoint; correct the path, or give the same directory as "
+        "--save to start a new run there"
     )
 
 
-def _make_root(save: str) -> None:
-    """Make the save root, so that a path that cannot be one is found before anything is built."""
+def has_start(options: CheckpointConfig) -> bool:
+    """Whether there is a checkpoint to load."""
+    return options.load is not None and _holds_any(options.load)
+
+
+def make_root(save: str) -> None:
+    """Make the save root, so that a path that cannot be one is found before anything is built.
+
+    Raises:
+        CheckpointError: it cannot be made.
+    """
     try:
         Path(save).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise CheckpointError(f"--save {save} cannot be made: {error}") from error
-
-
-def _refuse_foreign_save(save: str) -> None:
-    if _holds_any(save):
-        raise CheckpointError(
-            f"--save {save} holds checkpoints already, and --load names another directory; choose "
-            "a new --save or start anew over it with --overwrite-save"
-        )
 
 
 def _holds_any(root: str) -> bool:

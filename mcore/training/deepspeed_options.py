@@ -3,11 +3,42 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from pathlib import Path
 
-from mcore.deepspeed import read_config, translate
-from mcore.errors import ConfigError
+from mcore.config.run import RunConfig, resolve
+from mcore.deepspeed import read_config, resolved_config, translate
+from mcore.errors import CheckpointError, ConfigError
 from mcore.training.arguments import Arguments
 from mcore.training.options import DEEPSPEED, Source, spellings
+
+#: In the save root: the DeepSpeed file as the run had it.
+RESOLVED_NAME = "deepspeed_config.resolved.json"
+
+
+def write_resolved(path: str, config: RunConfig, world_size: int) -> None:
+    """Write a DeepSpeed file with the run's values into the save root.
+
+    Args:
+        path: the file, or the word that holds it.
+        config: what it was read into.
+        world_size: processes of the job.
+
+    Raises:
+        CheckpointError: the save root cannot be written.
+    """
+    assert config.checkpoint.save is not None
+    sizes = resolve(config, world_size)
+    known = resolved_config(
+        read_config(path),
+        lambda section, field: getattr(getattr(config, section), field),
+        (sizes.global_batch_size, sizes.micro_batch_size, sizes.num_microbatches),
+    )
+    try:
+        text = json.dumps(known, indent=1) + "\n"
+        Path(config.checkpoint.save, RESOLVED_NAME).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise CheckpointError(f"--save: {RESOLVED_NAME} cannot be written: {error}") from error
 
 
 def with_deepspeed(arguments: Arguments, world_size: int) -> Arguments:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -13,6 +13,8 @@ from typing import Any
 
 _GIB = 2.0**30
 _SECTOR_BYTES = 512  # /proc/diskstats counts in these, whatever the disk
+#: A kernel, or what stands for one in a container, may lack a file or write it otherwise.
+_UNREADABLE = (OSError, LookupError, ValueError)
 _NO_DISKS = ("loop", "ram", "zram", "dm-", "md")
 
 
@@ -65,9 +67,9 @@ class HardwareMeter:
             ticks = _numbers((self._proc / "stat").read_text().splitlines()[0].split()[1:9])
             received, sent = self._network()
             read, written = self._disks()
-        except OSError:
+            idle = ticks[3] + ticks[4]
+        except _UNREADABLE:
             return None
-        idle = ticks[3] + ticks[4]
         return Counters(
             time.monotonic(), sum(ticks) - idle, sum(ticks), received, sent, read, written
         )
@@ -99,11 +101,11 @@ class HardwareMeter:
     def _memory(self) -> dict[str, float]:
         try:
             lines = (self._proc / "meminfo").read_text().splitlines()
-        except OSError:
+            kib = {line.split(":")[0]: float(line.split()[1]) for line in lines if ":" in line}
+            total = kib["MemTotal"] * 1024
+            used = total - kib["MemAvailable"] * 1024
+        except _UNREADABLE:
             return {}
-        kib = {line.split(":")[0]: float(line.split()[1]) for line in lines if ":" in line}
-        total = kib["MemTotal"] * 1024
-        used = total - kib["MemAvailable"] * 1024
         return {"memory-used-gib": used / _GIB, "memory-total-gib": total / _GIB}
 
 
@@ -136,17 +138,34 @@ def find_nvml() -> ModuleType | None:
 
 
 def gpu_use(nvml: ModuleType | Any | None) -> dict[str, float]:
-    """Utilisation in percent and memory in GiB of every GPU of the machine."""
+    """Utilisation in percent and memory in GiB of every GPU of the machine.
+
+    What the driver does not tell is left out: the utilisation of a GPU that is cut into instances,
+    a GPU that this user may not ask, one that fell off the bus. It never raises: other ranks wait.
+    """
     values: dict[str, float] = {}
     if nvml is None:
         return values
-    for index in range(nvml.nvmlDeviceGetCount()):
-        handle = nvml.nvmlDeviceGetHandleByIndex(index)
-        memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-        values[f"gpu-{index}-percent"] = float(nvml.nvmlDeviceGetUtilizationRates(handle).gpu)
-        values[f"gpu-{index}-memory-used-gib"] = memory.used / _GIB
-        values[f"gpu-{index}-memory-total-gib"] = memory.total / _GIB
+    for index in range(_asked(nvml, nvml.nvmlDeviceGetCount) or 0):
+        handle = _asked(nvml, nvml.nvmlDeviceGetHandleByIndex, index)
+        if handle is None:
+            continue
+        rates = _asked(nvml, nvml.nvmlDeviceGetUtilizationRates, handle)
+        memory = _asked(nvml, nvml.nvmlDeviceGetMemoryInfo, handle)
+        if rates is not None:
+            values[f"gpu-{index}-percent"] = float(rates.gpu)
+        if memory is not None:
+            values[f"gpu-{index}-memory-used-gib"] = memory.used / _GIB
+            values[f"gpu-{index}-memory-total-gib"] = memory.total / _GIB
     return values
+
+
+def _asked(nvml: ModuleType | Any, question: Callable[..., Any], *details: Any) -> Any:
+    """An answer of the driver, or None where it has none."""
+    try:
+        return question(*details)
+    except nvml.NVMLError:
+        return None
 
 
 def describe(machine: str, values: Mapping[str, float]) -> str:
@@ -167,13 +186,18 @@ def describe(machine: str, values: Mapping[str, float]) -> str:
             f"disk read {values['disk-read-mb-per-second']:.1f}, write "
             f"{values['disk-write-mb-per-second']:.1f} MB/s"
         )
-    for index in range(sum(name.endswith("-memory-total-gib") for name in values)):
-        gpu = f"gpu-{index}"
-        words.append(
-            f"gpu {index} {values[gpu + '-percent']:.0f} %, "
-            f"{values[gpu + '-memory-used-gib']:.1f} of {values[gpu + '-memory-total-gib']:.1f} GiB"
-        )
+    gpus = {int(name.split("-")[1]) for name in values if name.startswith("gpu-")}
+    words += [f"gpu {index} {_describe_gpu(values, index)}" for index in sorted(gpus)]
     return f"use of {machine}: {'; '.join(words)}"
+
+
+def _describe_gpu(values: Mapping[str, float], index: int) -> str:
+    percent = values.get(f"gpu-{index}-percent")
+    used, total = (values.get(f"gpu-{index}-memory-{what}-gib") for what in ("used", "total"))
+    parts = [] if percent is None else [f"{percent:.0f} %"]
+    if used is not None and total is not None:
+        parts.append(f"{used:.1f} of {total:.1f} GiB")
+    return ", ".join(parts)
 
 
 def process_memory() -> int | None:

@@ -212,8 +212,8 @@ class RunLog:
             sink.add({f"lm loss {name}": loss, f"lm loss {name} ppl": perplexity}, state.iteration)
 
     def progress(self, what: str, state: TrainState) -> None:
-        """Note a start or a save in the progress file (`--log-progress`)."""
-        self._reports.progress(what, state, self._flops_per_sample * state.consumed_train_samples)
+        """Note a start, a save or the end in the progress file (`--log-progress`)."""
+        self._reports.progress(what, state, self._flops_per_sample)
 
     def phases(self, seconds: Mapping[str, float]) -> None:
         """Say how long phases outside the steps took. Collective.

@@ -152,6 +152,7 @@ class Run:
         self.evaluate("test", 2)
 
     def _say_goodbye(self) -> None:
+        self.log.progress("ended", self.state)
         if self.exits.reason is not None:
             get_logger().info(
                 "exiting at iteration %d (%s)", self.state.iteration, self.exits.reason
@@ -200,10 +201,9 @@ class Run:
         settle(self.state)
         self.log.flush()
         began = time.perf_counter()
-        self.state.autopilot = self.autopilot.state_dict()
+        self.state.autopilot = self.autopilot.saving(self.state.iteration)
         checkpointing.save(self.state, self.config, self.runtime.ctx, self.writer)
         self.restore_from = self.config.checkpoint.save
-        self.autopilot.checkpoint = self.state.iteration
         self.log.phases({"save-checkpoint": time.perf_counter() - began})
         self.log.progress("saved", self.state)
         self.log.restart_clock()

@@ -80,14 +80,9 @@ def build_timers(config: RunConfig, runtime: Runtime) -> Timers:
 
 
 def build_profiler(config: RunConfig, runtime: Runtime) -> Profiler:
-    """The profiler of this rank.
-
-    Raises:
-        ConfigError: options that do not fit the job or the device.
-    """
+    """The profiler of this rank."""
     folder = Path(tensorboard_directory(config) or "profile")
-    world = runtime.host.size
-    return Profiler(config.profiling, folder, runtime.device, runtime.ctx.rank, world)
+    return Profiler(config.profiling, folder, runtime.device, runtime.ctx.rank)
 
 
 class _Several:

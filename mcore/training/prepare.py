@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from mcore.config.checks import problems_between
 from mcore.config.fields import refuse
 from mcore.config.run import RunConfig, resolve
 from mcore.data.blend import dangling_weight
-from mcore.errors import McoreError
+from mcore.errors import CheckpointError, McoreError
 from mcore.training import checkpointing
-from mcore.training.arguments import Arguments, build_sections, in_users_words, overrides
-from mcore.training.deepspeed_options import with_deepspeed
+from mcore.training.arguments import (
+    REQUIRED_MODEL_OPTIONS,
+    Arguments,
+    build_sections,
+    in_users_words,
+    overrides,
+)
+from mcore.training.deepspeed_options import with_deepspeed, write_resolved
 from mcore.training.initialize import Launch
 from mcore.training.pipeline_plan import plan_pipeline, plan_split, prove_pipeline
+from mcore.training.places import DataFiles, problems_here
 from mcore.training.scalars import missing_packages
+
+#: Sections of a configuration by name, without those that could not be built.
+Sections = Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,36 +63,74 @@ class Settled:
     notes: tuple[str, ...]
 
 
-def prepare(arguments: Arguments, launch: Launch) -> Prepared:
+def prepare(arguments: Arguments, launch: Launch, data_files: DataFiles | None = None) -> Prepared:
     """Build and check the configuration; no process group exists yet.
 
+    Args:
+        arguments: the command line.
+        launch: this process.
+        data_files: files of the program's data, which have to be there; None = they are its own
+            business.
+
     Raises:
-        McoreError: anything wrong with the options, or with the directories that they name.
+        McoreError: anything wrong with the options, or with the files and directories that they
+            name.
     """
-    settled = settle_options(arguments, launch.world_size)
-    loads = checkpointing.check_directories(settled.config)
-    return Prepared(settled.config, settled.notes, loads)
+    settled = settle_options(
+        arguments, launch.world_size, lambda built: problems_here(built, launch, data_files)
+    )
+    options = settled.config.checkpoint
+    if options.save is not None:
+        checkpointing.make_root(options.save)
+        if arguments.deepspeed is not None and launch.rank == 0:
+            write_resolved(arguments.deepspeed, settled.config, launch.world_size)
+    return Prepared(settled.config, settled.notes, checkpointing.has_start(options))
 
 
-def settle_options(arguments: Arguments, world_size: int) -> Settled:
-    """Build and check the configuration without touching a directory, but for a checkpoint's.
+def settle_options(
+    arguments: Arguments, world_size: int, also: Callable[[Sections], Iterable[str]] | None = None
+) -> Settled:
+    """Build and check the configuration without touching a file, but for a checkpoint's.
+
+    Args:
+        arguments: the command line.
+        world_size: processes of the job.
+        also: finds more that is wrong with the sections that could be built.
 
     Raises:
         ConfigError: everything wrong with the options, in the user's own names.
-        CheckpointError: --use-checkpoint-args without a checkpoint that can be read.
+        CheckpointError: nothing but --use-checkpoint-args without a checkpoint that can be read.
     """
     arguments = with_deepspeed(arguments, world_size)
     notes = list(arguments.notes)
-    options = _options_of_checkpoint(arguments)
+    options, unread = None, None
+    try:
+        options = _options_of_checkpoint(arguments)
+    except CheckpointError as error:
+        unread = error
+        arguments = dataclasses.replace(arguments, malformed=arguments.malformed | _STORED)
     if options is not None:
         notes += overrides(arguments, options)
     sections, problems = build_sections(arguments, options)
     problems = [*arguments.problems, *problems, *problems_between(sections, world_size)]
     problems += [*_dangling_weights(arguments), *missing_packages(sections.get("logging"))]
+    if unread is not None:
+        sections.pop("checkpoint", None)  # which is at fault, and told
+    problems += [] if also is None else also(sections)
+    if unread is not None:
+        if not problems:
+            raise unread
+        problems.insert(0, str(unread))
     if not problems:
         problems = _pipeline_problems(RunConfig(**sections), world_size)
     refuse([in_users_words(problem, arguments) for problem in problems])
     return Settled(RunConfig(**sections), world_size, arguments, options, tuple(notes))
+
+
+#: Options that a checkpoint was to supply.
+_STORED = frozenset(
+    {("training", "seq_length"), *(("model", name) for name in REQUIRED_MODEL_OPTIONS)}
+)
 
 
 def _options_of_checkpoint(arguments: Arguments) -> dict[str, Any] | None:

@@ -37,7 +37,9 @@ from mcore.training.memory_watch import MemoryWatch
 from mcore.training.observation import Observation, build_profiler, build_timers
 from mcore.training.options import spellings
 from mcore.training.pipeline_profile import PipelineProfile
+from mcore.training.places import DataFiles
 from mcore.training.prepare import Prepared, prepare
+from mcore.training.reports import warn_of_silent_options
 from mcore.training.setup import (
     DatasetsProvider,
     ModelProvider,
@@ -81,6 +83,7 @@ def pretrain(
     forward_step: ForwardStepFunc,
     extra_args_provider: ExtraArguments | None = None,
     argv: Sequence[str] | None = None,
+    data_files: DataFiles | None = None,
 ) -> None:
     """Train a model from the command line; the process exits non-zero with one message on an error.
 
@@ -90,6 +93,8 @@ def pretrain(
         forward_step: see `Providers`.
         extra_args_provider: adds a program's own arguments to the parser.
         argv: command line; that of the process when None.
+        data_files: from the data options to the files that have to be there before anything starts,
+            `mcore.training.corpus_files` for mcore's own; None = the provider sees to it.
     """
     watch = install()
     launch = Launch(0, 1, 0)
@@ -99,7 +104,7 @@ def pretrain(
             watch.follow_launcher()
         arguments = read(sys.argv[1:] if argv is None else argv, extra_args_provider)
         launch = read_launch(arguments.get("runtime", "local_rank"))
-        prepared = prepare(arguments, launch)
+        prepared = prepare(arguments, launch, data_files)
     except McoreError as error:
         if watch is not None:
             watch.let_signals_kill()
@@ -204,8 +209,10 @@ def run(
                 profile.write(resolved.num_microbatches)
         if state.iteration == resolved.train_iters or config.training.skip_train:
             training.finish()
-    except BaseException:
+    except BaseException as error:
         writer.abandon()
+        if isinstance(error, NumericsError):
+            autopilot.tell_end(error, state)
         raise
     finally:
         profiler.close()
@@ -229,6 +236,7 @@ def _tell_notes(prepared: Prepared, runtime: Runtime) -> None:
         )
     if config.model.sequence_parallel and config.model.tensor_model_parallel_size == 1:
         warn_ignored("--sequence-parallel", "the tensor-parallel size is 1")
+    warn_of_silent_options(config)
 
 
 def _batch_sizes(config: RunConfig, resolved: Resolved, data: object) -> NumMicroBatchesCalculator:

@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from mcore import device
 from mcore.config.profiling import ProfilingConfig
-from mcore.errors import ConfigError, UnsupportedError
+from mcore.errors import ConfigError
 from mcore.log import get_logger
 from mcore.pipeline_parallel.actions import Action
 
@@ -23,11 +23,6 @@ class Profiler:
         folder: where traces go.
         where: the rank's device.
         rank: this rank.
-        world_size: ranks of the job.
-
-    Raises:
-        UnsupportedError: what needs a GPU, on the CPU.
-        ConfigError: a rank that is not in the job.
     """
 
     def __init__(
@@ -36,29 +31,12 @@ class Profiler:
         folder: Path,
         where: torch.device,
         rank: int,
-        world_size: int,
     ) -> None:
         self._options, self._folder, self._rank = options, folder, rank
         self._device = where
         self._is_mine = rank in options.profile_ranks
         self._profile: profile | None = None
         self._ranges: AbstractContextManager[object] | None = None
-        if where.type == "cpu" and options.profile and not options.use_pytorch_profiler:
-            raise UnsupportedError(
-                "--profile alone marks iterations for Nsight Systems, which needs CUDA; add "
-                "--use-pytorch-profiler"
-            )
-        if where.type == "cpu" and options.record_memory_history:
-            raise UnsupportedError(
-                "--record-memory-history needs CUDA: torch records no CPU memory"
-            )
-        if (options.profile or options.record_memory_history) and not all(
-            0 <= each < world_size for each in options.profile_ranks
-        ):
-            raise ConfigError(
-                f"--profile-ranks {' '.join(map(str, options.profile_ranks))}: the job has ranks "
-                f"0 to {world_size - 1}"
-            )
         self._records_memory = options.record_memory_history and self._is_mine
         if self._records_memory:
             device.record_memory_history()

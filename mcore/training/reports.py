@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mcore import device
 from mcore.config.run import RunConfig
-from mcore.log import get_logger
+from mcore.log import get_logger, warn_ignored
 from mcore.topology.collectives import all_gather_object
 from mcore.training.hardware import HardwareMeter, describe, find_nvml, process_memory
 from mcore.training.initialize import Runtime
@@ -18,6 +18,28 @@ from mcore.training.setup import TrainState
 from mcore.training.timers import RankTimes, Timers
 
 _PROGRESS = "progress.txt"
+
+
+def warn_of_silent_options(config: RunConfig) -> None:
+    """Name the reports that are asked for and have nothing to say, or nowhere to say it."""
+    options = config.logging
+    if options.log_progress and config.checkpoint.save is None:
+        warn_ignored("--log-progress", "its file lies in the --save directory, and there is none")
+    draws = tensorboard_directory(config) is not None or options.wandb_project is not None
+    curves = {
+        "--log-timers-to-tensorboard": options.log_timers_to_tensorboard,
+        "--log-memory-to-tensorboard": options.log_memory_to_tensorboard,
+        "--log-world-size-to-tensorboard": options.log_world_size_to_tensorboard,
+    }
+    for flag, is_given in curves.items():
+        if is_given and not draws:
+            warn_ignored(flag, "there is no TensorBoard: give --tensorboard-dir or --save")
+    times = options.timing_log_level or options.log_straggler
+    if options.log_timers_to_tensorboard and draws and not times:
+        warn_ignored(
+            "--log-timers-to-tensorboard",
+            "no part of a step is timed: give --timing-log-level 1 or 2",
+        )
 
 
 class Reports:
@@ -34,6 +56,9 @@ class Reports:
     def __init__(self, config: RunConfig, runtime: Runtime, timers: Timers | None) -> None:
         self._options, self._save = config.logging, config.checkpoint.save
         self._runtime, self._timers = runtime, timers
+        training = config.training
+        is_packed = training.max_tokens_per_microbatch is not None  # samples of many lengths
+        self._tokens_per_sample = None if is_packed else training.seq_length
         hosts = all_gather_object(socket.gethostname(), runtime.host)
         rank = runtime.host.rank
         self._host = hosts[rank]
@@ -75,7 +100,8 @@ class Reports:
         if text and self._options.timing_log_level:
             get_logger().info(text)
         if self._options.log_straggler:
-            for line in times.stragglers(steps=steps):
+            groups = self._runtime.ctx.layout.groups("tp")
+            for line in times.stragglers(groups, steps):
                 get_logger().info("straggler: %s", line)
         if not self._options.log_timers_to_tensorboard:
             return {}
@@ -119,20 +145,28 @@ class Reports:
         if text:
             get_logger().info(text)
 
-    def progress(self, what: str, state: TrainState, flops: float) -> None:
+    def progress(self, what: str, state: TrainState, flops_per_sample: float) -> None:
         """Append a line to SAVE/progress.txt, on one rank.
 
         Args:
             what: has happened.
             state: where the run stands.
-            flops: floating-point operations so far.
+            flops_per_sample: floating-point operations of a sample of --seq-length tokens.
         """
         if not (self._options.log_progress and self._runtime.is_writer and self._save):
             return
         stamp = datetime.now().strftime("%Y-%m-%d %H:%M:%S")
-        line = (
-            f"{stamp}\t{what}\tprocesses: {self._runtime.host.size}\titeration: {state.iteration}\t"
-            f"samples: {state.consumed_train_samples}\tfloating-point operations: {flops:.6e}\n"
-        )
+        samples = state.consumed_train_samples
+        parts = [
+            stamp,
+            what,
+            f"processes: {self._runtime.host.size}",
+            f"iteration: {state.iteration}",
+            f"samples: {samples}",
+        ]
+        if self._tokens_per_sample is not None:
+            parts.append(f"tokens: {samples * self._tokens_per_sample}")
+            parts.append(f"floating-point operations: {samples * flops_per_sample:.6e}")
+        line = "\t".join(parts) + "\n"
         with Path(self._save, _PROGRESS).open("a", encoding="utf-8") as file:
             file.write(line)

@@ -165,7 +165,8 @@ class StepFunctions:
         settle(state)
         learning_rate, weight_decay = applied_rates(state)
         with self._observation.phase("optimizer"):
-            update = state.optimizer.step(None if veto is None else partial(veto, loss))
+            judge = None if veto is None else partial(veto, loss)
+            update = state.optimizer.step(judge, self._observation.phase)
         data_wait = sum(stream.take_wait() for stream in streams)
         self._observation.after_step(state.iteration + 1, data_wait)
         return StepOutcome(

@@ -24,13 +24,9 @@ _ACTIONS = {
     Kind.WEIGHT: ("weight-recv", "weight-compute"),
 }
 #: Phases in which a rank waits for nobody: there one rank alone can be slow.
-OWN_PHASES = (
-    "batch-generator",
-    "forward-compute",
-    "backward-compute",
-    "weight-compute",
-    "optimizer",
-)
+OWN_PHASES = ("batch-generator", "optimizer-inner-step")
+#: Phases in which tensor-parallel ranks wait for each other: there a group of them is slow.
+GROUP_PHASES = ("forward-compute", "backward-compute", "weight-compute")
 
 
 class Timers:
@@ -127,18 +123,35 @@ class RankTimes:
                 lines.append(f"    {(name + ' ').ljust(48, '.')}: ({low:.2f}, {high:.2f})")
         return "\n".join([f"{heads[option]} across ranks (ms):", *lines]) if lines else ""
 
-    def stragglers(self, steps: int = 1) -> list[str]:
-        """The slowest rank of each phase that waits for nobody, beside the median of all."""
+    def stragglers(self, groups: Sequence[Sequence[int]] = (), steps: int = 1) -> list[str]:
+        """The slowest of each phase beside the median of all.
+
+        Of phases that wait for nobody it is a rank. Of those that hold tensor-parallel collectives
+        it is a group, whose ranks all take as long as the slowest of them.
+
+        Args:
+            groups: the ranks of each tensor-parallel group; none = every rank is its own.
+            steps: over which times were summed.
+        """
+        alone = [(rank,) for rank in range(len(self._ranks))]
         lines = []
-        for name in OWN_PHASES:
+        for name in (*GROUP_PHASES, *OWN_PHASES):
             times = self.of(name)
-            if len(times) < 2:
+            compared = {
+                tuple(ranks): max(times[rank] for rank in ranks)
+                for ranks in ((groups or alone) if name in GROUP_PHASES else alone)
+                if all(rank in times for rank in ranks)
+            }
+            if len(compared) < 2:
                 continue
-            slowest = max(times, key=lambda rank: times[rank])
-            usual = median(times.values())
-            ratio = times[slowest] / usual if usual > 0 else 1.0
+            slowest = max(compared, key=lambda ranks: compared[ranks])
+            usual = median(compared.values())
+            ratio = compared[slowest] / usual if usual > 0 else 1.0
+            who = f"rank {slowest[0]} takes"
+            if len(slowest) > 1:
+                who = f"tensor-parallel ranks {' '.join(map(str, slowest))} take"
             lines.append(
-                f"{name}: rank {slowest} takes {1000 * times[slowest] / steps:.2f} ms a step, "
+                f"{name}: {who} {1000 * compared[slowest] / steps:.2f} ms a step, "
                 f"{ratio:.2f} times the median"
             )
         return lines

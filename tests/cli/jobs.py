@@ -73,8 +73,10 @@ class Job:
 
     @property
     def pids(self):
+        """Of the workers, once all are written down."""
         path = self.save / "worker.pids"
-        return [int(word) for word in path.read_text().split()] if path.exists() else []
+        text = path.read_text() if path.exists() else ""
+        return [int(word) for word in text.split()] if text.endswith("\n") else []
 
     @property
     def iteration(self):

@@ -1,9 +1,11 @@
 """Jobs of several launchers, and jobs that last."""
 
 import os
+import re
 import socket
 import subprocess
 import sys
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -60,16 +62,55 @@ def test_two_launchers_with_folders_and_data_of_their_own(tmp_path):
 
 @pytest.mark.skipif(process_memory() is None, reason="the kernel does not tell")
 @pytest.mark.parametrize("workers", [0, 2])
-def test_memory_does_not_grow_over_two_thousand_iterations(tmp_path, workers):
-    """Between iterations 500 and 2,000, with a log line each and evaluations: under 20 MB."""
+def test_memory_does_not_grow_over_three_thousand_iterations(tmp_path, workers):
+    """Between iterations 500 and 3,000, with a log line each and evaluations: under 20 MB."""
     corpus = write_corpus(tmp_path / "text")
     more = f"--num-workers {workers} --log-interval 1 --eval-interval 100 --eval-iters 2"
-    job = Job(tmp_path, command(corpus, 2050, more, "--log-straggler --log-hardware"), 0).start()
+    job = Job(tmp_path, command(corpus, 3050, more, "--log-straggler --log-hardware"), 0).start()
     sizes = {}
-    for iteration in (500, 1000, 1500, 2000):
+    for iteration in (500, 1000, 2000, 3000):
         job.wait_until(lambda seen=iteration: job.iteration >= seen)
         pages = Path(f"/proc/{job.process.pid}/statm").read_text().split()[1]
         sizes[iteration] = int(pages) * os.sysconf("SC_PAGE_SIZE") / 1e6
     assert job.wait() == 0, job.output.read_text()
-    assert sizes[2000] - sizes[500] < 20, sizes
-    assert len(series(read_records(tmp_path / "r.jsonl"), "seconds")) == 2050
+    assert sizes[3000] - sizes[500] < 20, sizes
+    assert len(series(read_records(tmp_path / "r.jsonl"), "seconds")) == 3050
+
+
+def logged(job):
+    """(iteration, fields, time) of every line of an interval."""
+    for line in job.output.read_text().splitlines():
+        found = re.search(r"\[(\S+ \S+)\] iteration +(\d+)/ +20 \| (.*)", line)
+        if found is not None:
+            pairs = (part.split(": ", 1) for part in found[3].split(" | "))
+            fields = {name: value.strip(" |") for name, value in pairs}
+            yield int(found[2]), fields, datetime.fromisoformat(found[1])
+
+
+@pytest.mark.parametrize("size", [0, 2])
+def test_lines_of_any_interval_are_those_of_its_steps(tmp_path, size):
+    """Twenty iterations, two of them passed over, told every 1, 5 and 7."""
+    corpus = write_corpus(tmp_path / "text")
+    larger = "--hidden-size 128 --seq-length 64 --iterations-to-skip 6 13"
+    told = {}
+    for interval in (1, 5, 7):
+        folder = tmp_path / str(interval)
+        folder.mkdir()
+        words = command(corpus, 20, larger, f"--log-interval {interval}")
+        job = Job(folder, words, size).start()
+        assert job.wait() == 0, job.output.read_text()
+        records, before, last_time = read_records(folder / "r.jsonl"), 0, None
+        steps = 0
+        for iteration, fields, when in logged(job):
+            mine = [r for r in records if before < r["iteration"] <= iteration]
+            losses = series(mine, "lm_loss")
+            mean = sum(losses) / len(losses)
+            assert float(fields["lm loss"]) == pytest.approx(mean, rel=1e-6)
+            assert int(fields["number of skipped iterations"]) == len(mine) - len(losses)
+            if last_time is not None and interval > 1:
+                spent = float(fields["elapsed time per iteration (ms)"]) * len(losses) / 1000
+                assert spent == pytest.approx((when - last_time).total_seconds(), rel=0.1, abs=0.02)
+            before, last_time, steps = iteration, when, steps + len(losses)
+        assert (before, steps) == (20, 18)
+        told[interval] = without_rates(records)
+    assert told[1] == told[5] == told[7]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from mcore.data import IndexedDatasetBuilder
+from mcore.log import get_logger
 from mcore.training.batches import BatchStream
 from mcore.training.pretrain import Providers
 from pretrain_gpt import datasets_provider, forward_step, model_provider
@@ -42,6 +45,32 @@ class NanGradient:
             self.times -= 1
             output.register_hook(lambda gradient: gradient * float("nan"))
         return output, loss_func
+
+    def providers(self) -> Providers:
+        return Providers(datasets_provider, model_provider, self)
+
+
+@dataclass
+class SlowForward:
+    """A forward step that one rank sleeps in.
+
+    Attributes:
+        rank: the slow rank.
+        seconds: that it sleeps.
+        log: where rank 0 copies the log to.
+    """
+
+    rank: int
+    seconds: float
+    log: Path
+
+    def __call__(self, stream: BatchStream, model: nn.Module) -> Any:
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        if rank == 0 and not self.log.exists():
+            get_logger().addHandler(logging.FileHandler(self.log))
+        if rank == self.rank:
+            time.sleep(self.seconds)
+        return forward_step(stream, model)
 
     def providers(self) -> Providers:
         return Providers(datasets_provider, model_provider, self)

@@ -127,6 +127,7 @@ def test_a_run_whose_gradients_stay_so_gives_up(corpus, tmp_path):
         run(corpus, tmp_path, SINGLE, options, iterations=3, providers=fault.providers())
     audit = [json.loads(line) for line in (tmp_path / "autopilot.jsonl").read_text().splitlines()]
     assert events(audit) == [("non_finite", 1), ("non_finite", 2), ("give_up", 2)]
+    assert audit[-1]["samples"] == [4, 7]
     assert audit[0]["note"] == "there is no checkpoint to go back to"
 
 
@@ -207,14 +208,21 @@ def test_a_run_that_stops_after_its_rollback_goes_on_alike(poisoned, roots):
 
 
 @pytest.mark.skipif("RANK" in os.environ, reason="a run of one process, and torchrun has several")
-def test_numbers_that_cannot_be_trained_on_have_their_own_exit_code(corpus, monkeypatch, capsys):
-    fault = NanGradient(rank=0, iteration=1, times=100)
+def test_numbers_that_cannot_be_trained_on_have_their_own_exit_code(
+    corpus, tmp_path, monkeypatch, capsys
+):
+    """And the alert is sent with the default policy as well."""
+    fault = NanGradient(rank=0, iteration=2, times=100)
     codes = []
     module = importlib.import_module("mcore.training.pretrain")
     monkeypatch.setattr(module, "leave_now", codes.append)
     providers = fault.providers()
-    words = [*command(corpus, 2), "--device", "cpu"]
+    words = [*command(corpus, 3), "--device", "cpu", "--on-alert", f"cat > {tmp_path}/told"]
     with no_traces():
         pretrain(providers.datasets, providers.model, providers.forward_step, argv=words)
     assert codes == [17]
-    assert "iteration 1: NaN or infinity: gradient of " in capsys.readouterr().err
+    assert "iteration 2: NaN or infinity: gradient of " in capsys.readouterr().err
+    told = json.loads((tmp_path / "told").read_text())
+    assert (told["event"], told["iteration"], told["samples"]) == ("give_up", 2, [4, 7])
+    assert told["documents"].keys() == {corpus}
+    assert "NaN or infinity: gradient of" in told["why"]

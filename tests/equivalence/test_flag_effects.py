@@ -75,6 +75,38 @@ def test_timing_log_option_chooses_what_is_told(corpus, capsys, option, said):
     assert said in capsys.readouterr().out
 
 
+def test_log_memory_interval_tells_each_ranks_memory(corpus, capsys):
+    train(command(corpus, 5, "--log-interval 1 --log-memory-interval 2"))
+    assert capsys.readouterr().out.count("memory of rank 0 (MiB)") == 2
+
+
+def test_reports_that_cannot_be_made_are_named(corpus, capsys):
+    curves = "--log-timers-to-tensorboard --log-world-size-to-tensorboard"
+    train(command(corpus, 2, "--log-progress", curves))
+    said = capsys.readouterr().out
+    for flag in ("--log-progress", *curves.split()):
+        assert f"{flag} has no effect" in said
+
+
+def test_timers_without_a_level_are_named(corpus, tmp_path, capsys):
+    train(command(corpus, 2, f"--log-timers-to-tensorboard --tensorboard-dir {tmp_path}"))
+    assert "give --timing-log-level 1 or 2" in capsys.readouterr().out
+
+
+def test_parts_of_the_optimizer_are_timed(corpus, capsys):
+    train(command(corpus, 2, "--timing-log-level 1 --log-interval 2 --log-num-zeros-in-grad"))
+    said = capsys.readouterr().out
+    for part in (
+        "copy-to-main-grad",
+        "unscale-and-check-inf",
+        "count-zeros",
+        "clip-main-grad",
+        "inner-step",
+        "copy-main-to-model-params",
+    ):
+        assert f"optimizer-{part} ." in said
+
+
 def test_check_takes_the_model_from_a_checkpoint_and_says_so(corpus, tmp_path, capsys):
     train(command(corpus, 2, f"--save {tmp_path} --save-interval 2 --rotary-base 77"))
     capsys.readouterr()

@@ -6,6 +6,7 @@ import re
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from tests.equivalence.faults import SlowForward
 from tests.equivalence.program import SINGLE, Layout, layout_id, series, train
 from tests.equivalence.tiny import BATCH, SEQUENCE, VOCABULARY, command
 
@@ -109,5 +110,28 @@ def test_profiling_and_timing_change_no_number(corpus, tmp_path):
     for name in ("lm_loss", "grad_norm", "learning_rate", "tokens"):
         assert series(watched, name) == series(plain, name)
     lines = (tmp_path / "progress.txt").read_text().splitlines()
-    assert [line.split("\t")[1] for line in lines] == ["started", "saved", "saved"]
-    assert f"floating-point operations: {3 * FLOPS:.6e}" in lines[-1]
+    assert [line.split("\t")[1] for line in lines] == ["started", "saved", "saved", "ended"]
+    assert f"\ttokens: {3 * 64}\tfloating-point operations: {3 * FLOPS:.6e}" in lines[-1]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("layout", "slow", "named"),
+    [
+        (Layout(dp=2), 1, "forward-compute: rank 1 takes"),
+        pytest.param(
+            Layout(tp=2, dp=2), 3, "forward-compute: tensor-parallel ranks 2 3 take",
+            marks=pytest.mark.full,
+        ),
+    ],
+    ids=layout_id,
+)  # fmt: skip
+def test_a_slow_rank_is_named(corpus, tmp_path, layout, slow, named):
+    fault = SlowForward(slow, 0.05, tmp_path / "log")
+    words = command(corpus, 4, "--log-straggler --log-interval 2")
+    train(words, layout, providers=fault.providers())
+    told = [line for line in fault.log.read_text().splitlines() if "straggler: forward" in line]
+    assert len(told) == 2
+    for line in told:
+        assert named in line
+        assert float(re.search(r"take?s? ([\d.]+) ms", line)[1]) > 50 * BATCH // layout.dp

@@ -6,6 +6,7 @@ to be named by a test of its own.
 
 import dataclasses
 import functools
+import re
 from pathlib import Path
 
 import pytest
@@ -166,11 +167,8 @@ def test_a_flag_changes_its_figure(figures, flag, figure, more):
 
 def test_every_other_flag_is_named_by_a_test_of_its_effect():
     probed = {flag.split()[0] for flag, _, _ in PROBES}
-    texts = [
-        path.read_text()
-        for path in TESTS.rglob("*.py")
-        if path.name not in _OF_ALL_FLAGS
-    ]  # fmt: skip
+    files = [path for path in TESTS.rglob("*.py") if path.name not in _OF_ALL_FLAGS]
+    text = "\n".join(path.read_text() for path in files)
     unproved = []
     for kind in sections().values():
         for field in dataclasses.fields(kind):
@@ -180,7 +178,9 @@ def test_every_other_flag_is_named_by_a_test_of_its_effect():
             names = flag_names(field, described)
             if probed.intersection(names):
                 continue
-            names += [field.name, *_BY_VALUE.get(names[0], [])]
-            if not any(name in text for text in texts for name in names):
+            spelled = [rf"{re.escape(name)}(?![\w-])" for name in names]
+            spelled.append(rf"(?<![\w.]){field.name}=")  # as a keyword of its configuration
+            spelled += map(re.escape, _BY_VALUE.get(names[0], []))
+            if not re.search("|".join(spelled), text):
                 unproved.append(names[0])
     assert unproved == []

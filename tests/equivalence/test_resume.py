@@ -8,7 +8,7 @@ import torch
 
 from mcore.checkpoint import read_common, read_tensors
 from mcore.convert import save_model_state
-from mcore.errors import CheckpointError
+from mcore.errors import CheckpointError, ConfigError
 from tests.equivalence.program import (
     SINGLE,
     Layout,
@@ -173,20 +173,20 @@ def test_a_first_run_starts_new_and_says_so(corpus, tmp_path, capsys):
 @pytest.mark.parametrize("extra", ["", "--save {0}/other --save-interval 2"])
 def test_any_other_absent_checkpoint_is_an_error(corpus, tmp_path, extra):
     words = command(corpus, 2, f"--load {tmp_path}/absent", extra.format(tmp_path))
-    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+    with pytest.raises(ConfigError, match="holds no checkpoint"):
         train(words)
 
 
 def test_absent_is_an_error_on_demand(corpus, tmp_path):
-    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+    with pytest.raises(ConfigError, match="holds no checkpoint"):
         go_on(corpus, tmp_path / "absent", "--exit-on-missing-checkpoint")
 
 
 def test_saving_over_checkpoints_has_to_be_asked_for(corpus, saved, copy):
     words = command(corpus, 2, f"--save {copy} --save-interval 2")
-    with pytest.raises(CheckpointError, match="--load .*--overwrite-save"):
+    with pytest.raises(ConfigError, match="--load .*--overwrite-save"):
         train(words)
-    with pytest.raises(CheckpointError, match="--overwrite-save"):
+    with pytest.raises(ConfigError, match="--overwrite-save"):
         train([*words, "--load", str(saved)])
     train([*words, "--overwrite-save"])
     assert read_common(copy)["iteration"] == 2

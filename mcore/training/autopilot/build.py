@@ -43,15 +43,24 @@ def build_autopilot(
         config.stability,
         runtime.ctx,
         steps,
-        _audit(config) if runtime.is_writer else None,
+        open_audit(config) if runtime.is_writer else None,
         documents,
         overflows=optimizer.fp16 and optimizer.loss_scale is None,
     )
 
 
-def _audit(config: RunConfig) -> AuditLog:
+def open_audit(config: RunConfig) -> AuditLog:
+    """The audit log and the alert command that the options ask for.
+
+    Raises:
+        ConfigError: the log cannot be written.
+    """
     options, path = config.stability, config.stability.autopilot_log
-    acts = options.loss_spike_policy != "off" or options.iterations_to_skip
+    acts = (
+        options.loss_spike_policy != "off"
+        or options.iterations_to_skip is not None
+        or options.grad_norm_skip_threshold is not None
+    )
     if path is None and config.checkpoint.save is not None and acts:
         path = str(Path(config.checkpoint.save) / _LOG_NAME)
     alerts = None if options.on_alert is None else Alerts(options.on_alert, options.alert_timeout)

@@ -6,14 +6,14 @@ Every decision follows from numbers that all ranks have agreed on, so all ranks 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from mcore.config.stability import StabilityConfig, parse_iterations
 from mcore.errors import NumericsError
-from mcore.log import get_logger
 from mcore.topology.context import ParallelContext
+from mcore.training.autopilot.account import Account, DocumentsOf
 from mcore.training.autopilot.audit import AuditLog
 from mcore.training.autopilot.detector import SpikeDetector
 from mcore.training.autopilot.probe import Probe
@@ -24,11 +24,7 @@ from mcore.training.random_states import random_states, restore_random_states
 from mcore.training.setup import TrainState
 from mcore.training.step import StepFunctions, StepOutcome
 
-#: Documents of a batch that a log line names.
-_NAMED_DOCUMENTS = 8
-
-#: From places in the run to the documents there, by corpus.
-DocumentsOf = Callable[[range], dict[str, list[int]]]
+_ABOVE = "grad_norm_above_threshold"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +65,14 @@ class Autopilot:
         overflows: bool = False,
     ) -> None:
         self._config, self._ctx, self._steps = config, ctx, steps
-        self._audit, self._documents = audit, documents
+        self._account = Account(audit, documents)
         self._watch = Watch(config, ctx, overflows)
         self._detector = SpikeDetector(config)
         self._listed = parse_iterations(config.iterations_to_skip or ())
         self._windows: list[range] = []
-        self._last_passed = 0
         self._left_out = 0
-        self._rollbacks: dict[int, int] = {}
+        self._rollbacks = 0
+        self._gained = False
         self._dip_ends = 0
         self.checkpoint: int | None = None
 
@@ -92,16 +88,8 @@ class Autopilot:
 
     def passed_over(self, state: TrainState, samples: int, why: str) -> None:
         """Tell that the iteration that has just ended was passed over."""
-        if state.iteration - 1 != self._last_passed:
-            get_logger().info("iteration %d is passed over (%s)", state.iteration, why)
-        self._last_passed = state.iteration
-        if self._audit is not None:
-            end = state.consumed_train_samples
-            place: dict[str, Any] = {
-                "iteration": state.iteration,
-                "samples": [end - samples, end - 1],
-            }
-            self._audit.write("passed_over", alert=False, **place, why=why)
+        end = state.consumed_train_samples
+        self._account.passed_over(state.iteration, range(end - samples, end), why)
 
     # --- the step
 
@@ -113,11 +101,13 @@ class Autopilot:
         """
         self._set_rate(state)
         if self._config.loss_spike_policy == "off":
-            judges = self._config.grad_norm_skip_threshold is not None
-            return self._steps.train(state, streams, self._watch.judge if judges else None)
+            return self._plain_step(state, streams)
         self._watch.limits = self._detector.limits()
         before = _Before(state) if self._config.rerun_mode == "validate_results" else None
         outcome = self._steps.attempt(state, streams, self._watch.judge)
+        first = state.consumed_train_samples
+        samples = range(first, first + outcome.global_batch_size)
+        self._account.batch(state.iteration + 1, samples)
         finding = self._watch.read()
         facts: dict[str, Any] = {}
         if before is not None and not finding.is_finite:
@@ -128,6 +118,16 @@ class Autopilot:
         self._steps.advance(state, outcome, is_judged=True)
         return outcome
 
+    def _plain_step(self, state: TrainState, streams: Sequence[BatchStream]) -> StepOutcome:
+        """The step where no policy looks at its numbers, but for the threshold of the norm."""
+        has_threshold = self._config.grad_norm_skip_threshold is not None
+        iteration, first = state.iteration + 1, state.consumed_train_samples
+        outcome = self._steps.train(state, streams, self._watch.judge if has_threshold else None)
+        self._account.batch(iteration, range(first, first + outcome.global_batch_size))
+        if has_threshold and (finding := self._watch.read()).is_above_threshold:
+            self._report(_ABOVE, "update left out", finding, {})
+        return outcome
+
     def _decide(
         self, state: TrainState, outcome: StepOutcome, finding: Finding, facts: dict[str, Any]
     ) -> RollBack | None:
@@ -135,19 +135,16 @@ class Autopilot:
         if kind is None:
             self._left_out = 0
             if bool(outcome.applied):
+                self._gained = True
                 self._detector.observe(finding.loss, finding.grad_norm)
             return None
         policy = self._config.loss_spike_policy
         applied = kind == "spike" and policy == "report" and not finding.is_above_threshold
-        returns = policy == "rollback" and kind != "grad_norm_above_threshold"
+        returns = policy == "rollback" and kind != _ABOVE
         if returns and self.checkpoint is None:
             returns, facts = False, {**facts, "note": "there is no checkpoint to go back to"}
         action = "applied" if applied else "rollback" if returns else "update left out"
-        samples = range(
-            state.consumed_train_samples,
-            state.consumed_train_samples + outcome.global_batch_size,
-        )
-        event = self._report(kind, action, state.iteration + 1, samples, finding, facts)
+        event = self._report(kind, action, finding, facts)
         if applied:
             self._detector.observe(finding.loss, finding.grad_norm)
             return None
@@ -180,13 +177,7 @@ class Autopilot:
         finding = self._watch.read()
         where = probe.first()
         if finding.is_finite:
-            samples = range(
-                state.consumed_train_samples,
-                state.consumed_train_samples + outcome.global_batch_size,
-            )
-            self._report(
-                "transient_fault", "step made again", state.iteration + 1, samples, first, facts
-            )
+            self._report("transient_fault", "step made again", first, facts)
             return outcome, finding, {}
         facts = {"fault": "persistent", **_found(outcome, state)}
         if where is not None:
@@ -210,42 +201,39 @@ class Autopilot:
         self._windows.append(range(first, order.iteration + 1))
         if self._config.loss_spike_lr_dip < 1.0:
             self._dip_ends = order.iteration + self._config.loss_spike_lr_dip_iters
-        self._left_out = 0
-        get_logger().warning(
-            "BACK to iteration %d; the data of iterations %d to %d is passed over",
+        self._left_out, self._gained = 0, False
+        self._account.rolled_back(
             state.iteration,
-            first,
-            order.iteration,
+            state.consumed_train_samples,
+            self._windows[-1],
+            order.event["event"],
         )
-        if self._audit is not None:
-            self._audit.write(
-                "rollback",
-                iteration=order.iteration,
-                checkpoint=state.iteration,
-                consumed_train_samples=state.consumed_train_samples,
-                passed_over=[first, order.iteration],
-                because=order.event["event"],
-            )
 
     def _count_rollback(self, iteration: int) -> None:
-        assert self.checkpoint is not None
-        count = self._rollbacks.get(self.checkpoint, 0) + 1
-        self._rollbacks[self.checkpoint] = count
-        if count > self._config.loss_spike_max_rollbacks:
+        """Bound the returns that bring nothing: a checkpoint with a new update ends the count."""
+        self._rollbacks += 1
+        if self._rollbacks > self._config.loss_spike_max_rollbacks:
             self._give_up(
                 iteration,
-                f"the run returned to the checkpoint of iteration {self.checkpoint} "
-                f"{count - 1} times already (--loss-spike-max-rollbacks)",
+                f"the run returned to a checkpoint {self._rollbacks - 1} times already without a "
+                "new update in the checkpoints since (--loss-spike-max-rollbacks)",
             )
 
-    def _give_up(self, iteration: int, why: str) -> None:
-        if self._audit is not None:
-            self._audit.write("give_up", iteration=iteration, why=why)
+    def _give_up(self, iteration: int, why: str) -> NoReturn:
         raise NumericsError(
             f"iteration {iteration}: {why}. Nothing was saved since the last checkpoint. Look at "
             "the data and documents in the autopilot's log, lower the learning rate, or go back "
             "further with --ckpt-step"
         )
+
+    def tell_end(self, error: NumericsError, state: TrainState) -> None:
+        """Write that the run ends by its numbers, whatever the policy, and send the alert.
+
+        Args:
+            error: ends the run.
+            state: where it ends.
+        """
+        self._account.ended(state.iteration, str(error))
 
     def _set_rate(self, state: TrainState) -> None:
         left, length = self._dip_ends - state.iteration, self._config.loss_spike_lr_dip_iters
@@ -256,12 +244,20 @@ class Autopilot:
 
     # --- what a checkpoint keeps
 
+    def saving(self, iteration: int) -> dict[str, Any]:
+        """What a checkpoint of this iteration keeps, to which a rollback would return from now."""
+        if self._gained:
+            self._rollbacks, self._gained = 0, False
+        self.checkpoint = iteration
+        return self.state_dict()
+
     def state_dict(self) -> dict[str, Any]:
-        """The detector's window and what was passed over, as plain data."""
+        """The detector's window, what was passed over and how often in vain, as plain data."""
         return {
             "detector": self._detector.state_dict(),
             "windows": [[window.start, window.stop - 1] for window in self._windows],
             "left_out": self._left_out,
+            "rollbacks": self._rollbacks,
             "dip_ends": self._dip_ends,
         }
 
@@ -271,53 +267,19 @@ class Autopilot:
         stored = [range(first, last + 1) for first, last in state.get("windows", ())]
         self._windows = stored + [window for window in self._windows if window not in stored]
         self._left_out = state.get("left_out", 0)
+        self._rollbacks = max(self._rollbacks, state.get("rollbacks", 0))
         self._dip_ends = max(self._dip_ends, state.get("dip_ends", 0))
 
-    # --- telling
-
     def _report(
-        self,
-        kind: str,
-        action: str,
-        iteration: int,
-        samples: range,
-        finding: Finding,
-        facts: dict[str, Any],
+        self, kind: str, action: str, finding: Finding, facts: dict[str, Any]
     ) -> dict[str, Any]:
-        """Write log line, audit entry and alert about a step."""
-        limits, medians = self._watch.limits, self._detector.medians()
-        details: dict[str, Any] = {
-            "action": action,
-            "loss": finding.loss,
-            "grad_norm": finding.grad_norm,
-            "limits": {"loss": limits.loss, "grad_norm": limits.grad_norm},
-            **facts,
-        }
-        if medians is not None:
-            details["medians"] = {"loss": medians[0], "grad_norm": medians[1]}
-        if self._audit is None:
-            return {"event": kind}
-        place: dict[str, Any] = {
-            "iteration": iteration,
-            "samples": [samples.start, samples.stop - 1],
-        }
-        documents = self._documents(samples)
-        get_logger().warning(
-            "iteration %d: %s: loss %.6g, gradient norm %.6g: %s%s; documents %s",
-            iteration,
-            kind.replace("_", " "),
-            details["loss"],
-            details["grad_norm"],
-            details["action"],
-            f"; first in the {details['first']}" if "first" in details else "",
-            _in_words(documents),
+        return self._account.step(
+            kind, action, finding, self._watch.limits, self._detector.medians(), facts
         )
-        return self._audit.write(kind, **place, **details, documents=documents)
 
     def close(self) -> None:
         """Close the audit log."""
-        if self._audit is not None:
-            self._audit.close()
+        self._account.close()
 
 
 class _Before:
@@ -339,7 +301,7 @@ def _kind(finding: Finding) -> str | None:
         return "non_finite"
     if finding.is_spike:
         return "spike"
-    return "grad_norm_above_threshold" if finding.is_above_threshold else None
+    return _ABOVE if finding.is_above_threshold else None
 
 
 def _found(outcome: StepOutcome, state: TrainState) -> dict[str, Any]:
@@ -347,12 +309,3 @@ def _found(outcome: StepOutcome, state: TrainState) -> dict[str, Any]:
     if outcome.evidence is None:
         return {}
     return {"found": describe(find(outcome.evidence, state.chunks))}
-
-
-def _in_words(documents: dict[str, list[int]]) -> str:
-    parts = []
-    for prefix, numbers in documents.items():
-        some = ", ".join(map(str, numbers[:_NAMED_DOCUMENTS]))
-        more = len(numbers) - _NAMED_DOCUMENTS
-        parts.append(f"{some}{f' and {more} more' if more > 0 else ''} of {prefix}")
-    return "; ".join(parts)

@@ -88,3 +88,68 @@ def test_a_world_that_is_none(capsys, size):
 def test_nothing_is_started(capsys, monkeypatch):
     monkeypatch.setattr("torch.distributed.init_process_group", None)
     assert check(capsys, *COMMAND, "--world-size", "4")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "fragment"),
+    [
+        ("--save made --save-interval 5", "--save made holds checkpoints already"),
+        ("--load empty", "--load empty holds no checkpoint"),
+        (
+            "--save new --load new --save-interval 5 --exit-on-missing-checkpoint",
+            "--load new holds",
+        ),
+        ("--profile --use-pytorch-profiler --profile-ranks 99", "the job has ranks 0 to 3"),
+        ("--profile --device cpu", "--use-pytorch-profiler"),
+    ],
+)
+def test_what_pretraining_refuses_is_refused(capsys, tmp_path, monkeypatch, words, fragment):
+    """And nothing is made."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "made").mkdir()
+    (tmp_path / "made" / "latest_checkpointed_iteration.txt").write_text("5")
+    before = sorted(tmp_path.iterdir())
+    status, shown = check(capsys, *COMMAND, "--world-size", "4", *words.split(), "--seed", "0")
+    assert status == 2
+    assert fragment in shown.err
+    assert "--seed is 0" in shown.err
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_files_of_the_job_need_not_be_here(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = "--load elsewhere --save there --save-interval 5 --metrics-jsonl /dev/null/elsewhere"
+    status, shown = check(capsys, *COMMAND, "--world-size", "4", *words.split())
+    assert status == 0
+    assert "absent        elsewhere is not on this machine" in shown.out.splitlines()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_command_of_deepspeeds_launcher_is_told_as_torchruns(capsys):
+    words = f"--num_nodes=4 --num_gpus=8 --hostfile hosts pretrain_gpt.py {WORDS} --local_rank 0"
+    status, shown = check(capsys, "deepspeed", *words.split())
+    assert status == 0
+    first, layout = shown.out.splitlines()[:2]
+    assert first.startswith(
+        "launch, on every machine: torchrun --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d "
+        "--rdzv-endpoint HOST:29500 pretrain_gpt.py --num-layers 8"
+    )
+    assert layout == "layout        tensor 2 x pipeline 2 x data 8 = 32 processes"
+    status, shown = check(capsys, "deepspeed", "--num_gpus", "4", "p.py", *COMMAND, "--json")
+    assert json.loads(shown.out)["launch"].startswith("torchrun --nproc-per-node 4 p.py --num")
+    assert "--json" not in json.loads(shown.out)["launch"]
+
+
+@pytest.mark.parametrize(
+    ("words", "fragment"),
+    [
+        ("--num_gpus 4 p.py --world-size 2", "drop --world-size"),
+        ("p.py", "--num_gpus N"),
+        ("--num_gpu 4 p.py", "--num_gpu"),
+    ],
+)
+def test_a_launcher_that_says_too_little_or_too_much(capsys, words, fragment):
+    status, shown = check(capsys, "deepspeed", *words.split(), *COMMAND)
+    assert status == 2
+    assert fragment in shown.err

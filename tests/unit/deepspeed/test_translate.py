@@ -2,6 +2,7 @@
 
 import base64
 import json
+import math
 
 import pytest
 
@@ -166,8 +167,27 @@ def test_a_block_means(config, given, wanted):
 
 
 @pytest.mark.parametrize(
+    "zero",
+    [
+        {"reduce_bucket_size": 5e8, "allgather_bucket_size": 2e8},
+        {"allgather_bucket_size": 2e8, "reduce_bucket_size": 5e8},
+    ],
+)
+def test_the_bucket_of_reduction_serves_gathering_in_any_order(zero):
+    assert meaning({"zero_optimization": zero}) == {"ddp.bucket_size": 500_000_000}
+
+
+@pytest.mark.parametrize(
     ("config", "fragments"),
     [
+        ({"gradient_clipping": math.inf}, ["gradient_clipping (inf): use a finite number"]),
+        ({"gradient_clipping": 10**400}, ["gradient_clipping", "finite"]),
+        ({"zero_optimization": {"reduce_bucket_size": math.inf}},
+         ["zero_optimization.reduce_bucket_size", "whole number"]),
+        ({"train_batch_size": math.nan}, ["train_batch_size", "whole number"]),
+        ({"fp16": {"enabled": True, "initial_scale_power": 2000}},
+         ["fp16.initial_scale_power (2000)", "0 to 127"]),
+        ({"communication_data_type": ["bf16"]}, ["communication_data_type", "use fp32"]),
         ({"zero_optimisation": {"stage": 1}}, ["zero_optimisation", "zero_optimization?"]),
         ({"zero_optimization": {"stages": 1}}, ["zero_optimization.stages", "stage"]),
         ({"zero_optimization": {"stage": 4}}, ["zero_optimization.stage", "4", "0, 1, 2 or 3"]),

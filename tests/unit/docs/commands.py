@@ -11,22 +11,19 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from unittest import mock
 
 from torch.distributed.run import get_args_parser
 
 from mcore.cli.main import _build_parser
 from mcore.errors import ConfigError
-from mcore.training import checkpointing
 from mcore.training.arguments import parse
-from mcore.training.initialize import Launch
-from mcore.training.prepare import prepare
+from mcore.training.prepare import settle_options
 from tools.preprocess_data import _parser as preprocessing_parser
 
 ROOT = Path(__file__).parents[3]
 
 #: Programs of others, whose words we do not check.
-FOREIGN = {"pip", "source", "tensorboard", "py-spy", "env"}
+FOREIGN = {"pip", "source", "tensorboard", "py-spy", "env", "nsys"}
 
 _BLOCK = re.compile(
     r"(?:<!-- run(?P<run>[^>]*)-->\n)?```(?:console|bash)\n(?P<text>.*?)```", re.DOTALL
@@ -65,6 +62,16 @@ def blocks(page: Path) -> list[Block]:
     return found
 
 
+def other_lines(page: Path) -> Iterator[str]:
+    """Lines of a page's other literal blocks: indented ones, and fences that are not tagged."""
+    fence = None
+    for line in page.read_text().splitlines():
+        if line.startswith("```"):
+            fence = line if fence is None else None
+        elif fence == "```" or (fence is None and line.startswith("    ")):
+            yield line.strip().removeprefix("$ ")
+
+
 def commands(text: str) -> Iterator[list[str]]:
     """The simple commands of a block: words without variables before them, comments or prompts.
 
@@ -89,7 +96,9 @@ def check_command(words: list[str]) -> None:
     program, *rest = words
     if "..." in words:
         rest = rest[: rest.index("...")]
-    if program == "torchrun":
+    if program == "srun":
+        check_command(words[1:])
+    elif program == "torchrun":
         _check_torchrun(rest, is_complete="..." not in words)
     elif program == "python":
         _check_python(rest, is_complete="..." not in words)
@@ -109,12 +118,11 @@ def check_command(words: list[str]) -> None:
 
 
 def check_pretraining(words: list[str], world_size: int) -> None:
-    """Check flags as `pretrain_gpt.py` does before it starts anything, without its directories."""
+    """Check flags as `pretrain_gpt.py` does before it starts anything, without its files."""
     arguments = parse(words)
     if arguments.get("checkpoint", "use_checkpoint_args"):
         return  # the model is in a checkpoint
-    with mock.patch.object(checkpointing, "check_directories", return_value=False):
-        prepare(arguments, Launch(0, world_size, 0))
+    settle_options(arguments, world_size)
 
 
 def _check_torchrun(words: list[str], *, is_complete: bool) -> None:

@@ -1,6 +1,7 @@
 """Every command in the pages could run as printed, and those that a CPU can run are run."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 import yaml
 
 from mcore.errors import ConfigError
+from mcore.training.arguments import build_parser
 from tests.unit.docs.commands import (
     ROOT,
     Block,
@@ -16,9 +18,11 @@ from tests.unit.docs.commands import (
     check_command,
     commands,
     launched_by,
+    other_lines,
 )
 
 PAGES = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+PROGRAMS = {"torchrun", "python", "mcore", "make", "bash", "sbatch", "srun", "kubectl", "nsys"}
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 RUNNABLE = [block for block in BLOCKS if block.environment is not None]
 SCRIPTS = {
@@ -39,6 +43,18 @@ SCRIPTS = {
 def test_commands_are_valid(block):
     for words in commands(block.text):
         check_command(words)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_command_is_shown_where_nobody_checks_it(page):
+    """Whole commands are in tagged fences; of options alone every name is a flag's."""
+    parser = build_parser()
+    for line in other_lines(page):
+        words = line.split()
+        assert not words or words[0] not in PROGRAMS, f"{page.name}: {line}"
+        if words and re.match("--[a-z]", words[0]):
+            flags = [word for word in words if word.startswith("--")]
+            assert [flag for flag in flags if not parser.knows(flag)] == [], page.name
 
 
 def test_the_checker_sees_mistakes():

@@ -186,9 +186,9 @@ def test_state_names_and_groups():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"muon_tp_mode": "blockwise"}, "the same at every layout"),
-        ({"muon_num_ns_steps": 0}, "from 1 up"),
-        ({"optimizer": "muon", "decoupled_weight_decay": False}, "L2"),
+        (dict(muon_tp_mode="blockwise"), "the same at every layout"),
+        (dict(muon_num_ns_steps=0), "from 1 up"),
+        (dict(optimizer="muon", decoupled_weight_decay=False), "L2"),
     ],
 )
 def test_refusals(options, words):

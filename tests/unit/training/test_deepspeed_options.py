@@ -1,12 +1,19 @@
 """A run configured by a DeepSpeed file is the run that flags configure."""
 
+import contextlib
+import dataclasses
 import json
+import math
 
 import pytest
 
+from mcore.deepspeed import translate
+from mcore.deepspeed.keys import ACTIVATION_CHECKPOINTING, BF16, FP16, TOP, ZERO
+from mcore.deepspeed.recipes import _OPTIMIZERS, _SCHEDULERS
 from mcore.errors import ConfigError
 from mcore.training.arguments import read
-from mcore.training.prepare import settle_options
+from mcore.training.initialize import Launch
+from mcore.training.prepare import prepare, settle_options
 
 MODEL = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --train-iters 50 "
@@ -150,3 +157,110 @@ def test_a_file_that_cannot_be_read_is_a_problem_beside_others():
         settle_options(read(f"{MODEL} --lr 1 --seed 0 --deepspeed_config absent.json".split()), 1)
     assert "absent.json cannot be read" in str(caught.value)
     assert "--seed is 0" in str(caught.value)
+
+
+def test_the_file_is_kept_with_the_values_of_the_run(tmp_path, monkeypatch):
+    """Read again without the command line's values, it gives the same configuration."""
+    monkeypatch.chdir(tmp_path)
+    auto = {
+        **FILE,
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "fp16": {**FILE["fp16"], "enabled": "auto"},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
+        },
+        "gradient_clipping": "auto",
+        "zero_optimization": {"stage": 2, "reduce_bucket_size": "auto", "overlap_comm": "auto",
+                              "stage3_prefetch_bucket_size": "auto"},
+    }  # fmt: skip
+    (tmp_path / "ds.json").write_text(json.dumps(auto))
+    save = "--save out --save-interval 5 --device cpu"
+    words = f"{MODEL} {LAYOUT} {FLAGS} {save} --deepspeed_config ds.json"
+    first = prepare(read(words.split()), Launch(0, 8, 0)).config
+    kept = json.loads((tmp_path / "out" / "deepspeed_config.resolved.json").read_text())
+    assert kept == {
+        **FILE,
+        "gradient_accumulation_steps": 4,
+        "zero_optimization": {"stage": 2, "reduce_bucket_size": 50_000_000, "overlap_comm": True},
+    }
+    again = f"{MODEL} {LAYOUT} {save} --min-lr 0 --distribute-saved-activations --deepspeed_config "
+    line = f"{again} out/deepspeed_config.resolved.json"
+    assert settle_options(read(line.split()), 8).config == first
+
+
+#: As JSON has them, and as Python's reader of JSON gives them.
+VALUES = [
+    None, True, False, 0, 1, -1, 3, 1.5, -0.5, 1e300, math.inf, -math.inf, math.nan, 10**400,
+    2**63, 2000, "", "auto", "cpu", "bf16", "1", [], [1], [0.1, 0.2], ["a", "b"], [math.inf, 1],
+    {}, {"enabled": True}, {"device": "cpu"}, {"a": {"b": [1]}},
+]  # fmt: skip
+NO_WARMUP = {"warmup_type": "linear"}
+WITHIN = {
+    "": ({}, [*TOP, "train_batch_size", "train_micro_batch_size_per_gpu",
+              "gradient_accumulation_steps", "fp16", "bf16", "bfloat16", "zero_optimization",
+              "optimizer", "scheduler", "activation_checkpointing", "data_types"]),
+    "zero_optimization": ({}, [*{key.split(".")[0] for key in ZERO}, "cpu_offload",
+                               "cpu_offload_param", "cpu_offload_use_pin_memory"]),
+    "zero_optimization.offload_optimizer": ({}, ["device", "ratio", "pin_memory"]),
+    "fp16": ({"enabled": True}, ["enabled", *FP16]),
+    "bf16": ({"enabled": True}, ["enabled", *BF16]),
+    "activation_checkpointing": ({}, ["partition_activations", *ACTIVATION_CHECKPOINTING]),
+    "data_types": ({}, ["grad_accum_dtype"]),
+    "optimizer": ({"type": "Adam"}, ["type", "params", "legacy_fusion"]),
+    "scheduler": ({"type": "WarmupLR", "params": NO_WARMUP}, ["type", "params"]),
+    **{f"optimizer.params {kind}": ({"type": kind}, list(rules))
+       for kind, (_, rules) in _OPTIMIZERS.items()},
+    **{f"scheduler.params {kind}": ({"type": kind}, list(rules))
+       for kind, (_, rules, _) in _SCHEDULERS.items()},
+}  # fmt: skip
+
+
+def config_with(place, key, value):
+    """A file in which one key has a value."""
+    base, _ = WITHIN[place]
+    path, _, kind = place.partition(" ")
+    if kind:
+        block = path.partition(".")[0]
+        params = {**(NO_WARMUP if block == "scheduler" else {}), key: value}
+        return {block: {**base, "params": params}}
+    inner = {**base, key: value}
+    for name in reversed(path.split(".") if path else []):
+        inner = {name: inner}
+    return inner
+
+
+@pytest.mark.parametrize("place", WITHIN)
+def test_any_value_at_any_key_acts_or_is_refused(tmp_path, place):
+    path = tmp_path / "ds.json"
+    base = f"{MODEL} --micro-batch-size 1 --lr 1 --pipeline-model-parallel-size 1"
+    arguments = dataclasses.replace(read(base.split()), deepspeed=str(path))
+    for key in WITHIN[place][1]:
+        for value in VALUES:
+            translated = translate(config_with(place, key, value), arguments_of(arguments), 1)
+            assert all(place in problem for place, problem in _named(key, translated.problems))
+            if not translated.problems and translated.settings:
+                path.write_text(json.dumps(config_with(place, key, value)))
+                with contextlib.suppress(ConfigError):
+                    settle_options(arguments, 1)
+
+
+def _named(key, problems):
+    """What is refused is named by its key, but for two corners of the batch that do not fit."""
+    name = key.removeprefix("cpu_")
+    return [(name, problem) for problem in problems if "batch" not in key]
+
+
+def arguments_of(arguments):
+    return lambda section, field: arguments.typed[section].get(field)
+
+
+@pytest.mark.parametrize(
+    "text", ['{"gradient_clipping": 1e999}', '{"a": ' + "9" * 5000 + "}", "[" * 100_000]
+)
+def test_numbers_and_depths_beyond_all_bounds(tmp_path, text):
+    path = tmp_path / "ds.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"ds\.json"):
+        settle_options(read(f"{MODEL} --lr 1 --deepspeed_config {path}".split()), 1)

@@ -89,9 +89,9 @@ def test_the_time_counts_from_the_start_of_the_process(clock):
     ("options", "calls"),
     [
         ({}, []),
-        ({"exit_signal": "SIGTERM"}, []),
-        ({"exit_signal": "SIGUSR1"}, ["save exits"]),
-        ({"exit_signal_handler": False}, ["kill"]),
+        (dict(exit_signal="SIGTERM"), []),
+        (dict(exit_signal="SIGUSR1"), ["save exits"]),
+        (dict(exit_signal_handler=False), ["kill"]),
     ],
 )
 def test_what_options_do_to_the_signals(options, calls):

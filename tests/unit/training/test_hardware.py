@@ -52,8 +52,13 @@ def test_a_machine_that_tells_nothing(tmp_path):
     assert HardwareMeter(str(tmp_path)).look() == {}
 
 
+class NVMLError(Exception):
+    pass
+
+
 def test_gpus():
     nvml = SimpleNamespace(
+        NVMLError=NVMLError,
         nvmlDeviceGetCount=lambda: 2,
         nvmlDeviceGetHandleByIndex=lambda index: index,
         nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(
@@ -68,6 +73,44 @@ def test_gpus():
         "use of node: gpu 0 90 %, 1.0 of 80.0 GiB; gpu 1 91 %, 2.0 of 80.0 GiB"
     )
     assert gpu_use(None) == {}
+
+
+def refuse(*_):
+    raise NVMLError("not supported")
+
+
+def test_what_a_driver_does_not_tell_is_left_out():
+    """As on a GPU that is cut into instances, one of another user, and one that is gone."""
+
+    def handle(index):
+        return refuse() if index == 1 else index
+
+    def memory(handle):
+        return refuse() if handle == 2 else SimpleNamespace(used=2**30, total=2**31)
+
+    nvml = SimpleNamespace(
+        NVMLError=NVMLError,
+        nvmlDeviceGetCount=lambda: 3,
+        nvmlDeviceGetHandleByIndex=handle,
+        nvmlDeviceGetMemoryInfo=memory,
+        nvmlDeviceGetUtilizationRates=lambda h: refuse() if h == 0 else SimpleNamespace(gpu=7),
+    )
+    values = gpu_use(nvml)
+    assert values == {
+        "gpu-0-memory-used-gib": 1.0,
+        "gpu-0-memory-total-gib": 2.0,
+        "gpu-2-percent": 7.0,
+    }
+    assert describe("node", values) == "use of node: gpu 0 1.0 of 2.0 GiB; gpu 2 7 %"
+    assert gpu_use(SimpleNamespace(NVMLError=NVMLError, nvmlDeviceGetCount=refuse)) == {}
+
+
+@pytest.mark.parametrize("name", ["stat", "net/dev", "diskstats", "meminfo"])
+def test_files_of_another_form_tell_nothing(tmp_path, name):
+    write(tmp_path, 100, 900, 0, 0, 0, 0)
+    (tmp_path / name).write_text("one\ntwo\nthree: words\n")
+    values = HardwareMeter(str(tmp_path)).look()
+    assert ("memory-used-gib" in values) == (name != "meminfo")
 
 
 def test_this_machine():

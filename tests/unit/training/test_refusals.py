@@ -4,10 +4,12 @@ import re
 
 import pytest
 
+from mcore.config.data import DataConfig
 from mcore.errors import ConfigError, McoreError
 from mcore.training.arguments import parse
 from mcore.training.initialize import Launch
 from mcore.training.options import spellings
+from mcore.training.places import corpus_files
 from mcore.training.prepare import prepare
 from mcore.training.pretrain import _refuse
 
@@ -38,6 +40,11 @@ def prepared(world_size, changes=""):
             del words[name]
     line = [word for pair in words.items() for word in pair if word]
     return prepare(parse(line), Launch(0, world_size, 0))
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
 
 
 def test_the_command_line_itself_is_fine():
@@ -122,6 +129,27 @@ def test_the_command_line_itself_is_fine():
          ["--num-virtual-stages-per-pipeline-rank"]),
         (2, "--pipeline-model-parallel-size 2 --pipeline-schedule 2f2b", ["2f2b", "1f1b"]),
         (1, "--train-iters - --train-samples 3", ["--train-samples (3)", "(8)"]),
+        (1, "--train-iters - --train-samples 2 --global-batch-size - --micro-batch-size 3",
+         ["--train-samples (2)", "(3)"]),
+        (1, "--micro-batch-size 3 --global-batch-size - --eval-micro-batch-size 2 "
+         "--full-validation", ["--eval-global-batch-size (3, that of training)", "(2)", "2, 4"]),
+        (1, "--global-batch-size 10 --micro-batch-size 4 --decrease-batch-size-if-needed "
+         "--eval-micro-batch-size 5", ["--eval-global-batch-size (8, that of training)", "5, 10"]),
+        (2, "--eval-global-batch-size 8 --eval-micro-batch-size 3", ["(8)", "(2) = 6", "6, 12"]),
+        (4, "--profile --use-pytorch-profiler --profile-ranks 0 4", ["0 4", "ranks 0 to 3"]),
+        (1, "--profile --device cpu", ["--use-pytorch-profiler"]),
+        (1, "--record-memory-history --device cpu", ["--record-memory-history needs CUDA"]),
+        (1, "--distributed-backend nccl --device cpu", ["--distributed-backend", "gloo"]),
+        (1, "--load nowhere", ["--load nowhere holds no checkpoint"]),
+        (1, "--load nowhere --use-checkpoint-args --seed 0", ["nowhere", "--seed is 0"]),
+        (1, "--metrics-jsonl /dev/null/r --seed 0", ["--metrics-jsonl /dev/null/r", "--seed is 0"]),
+        (1, "--tensorboard-dir /dev/null/t", ["--tensorboard-dir /dev/null/t cannot be written"]),
+        (2, "--pipeline-model-parallel-size 2 --pipeline-schedule file:plan --seed 0",
+         ["plan is not there", "--seed is 0"]),
+        (1, "--autopilot-log /", ["--autopilot-log / cannot be written: it is a directory"]),
+        (1, "--save /dev/null/s --save-interval 1", ["--save /dev/null/s cannot be written"]),
+        (1, "--tokenizer-type HuggingFaceTokenizer --vocab-size - --tokenizer-model gone --lr -",
+         ["gone is not there", "missing: --lr"]),
         (1, "--manual-gc-interval 3", ["--manual-gc-interval (3) needs --manual-gc"]),
         (1, "--recompute-granularity full", ["--recompute-method", "--recompute-num-layers"]),
         (1, "--hidden-dropout 1.5", ["--hidden-dropout is 1.5"]),
@@ -146,6 +174,50 @@ def test_all_problems_are_told_together():
     assert lines[0] == f"{len(lines) - 1} problems with the options:"
     for fragment in ("--lr", "--global-batch-size (8)", "(40)", "--save-interval", "--data-path"):
         assert sum(fragment in line for line in lines[1:]) >= 1
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        "--global-batch-size 10 --micro-batch-size 4 --decrease-batch-size-if-needed "
+        "--eval-micro-batch-size 8",
+        "--global-batch-size - --micro-batch-size 6 --eval-micro-batch-size 2",
+    ],
+)
+def test_an_evaluation_batch_that_fits_what_training_uses(changes):
+    assert prepared(1, changes).config.evaluation.eval_micro_batch_size is not None
+
+
+def test_the_files_of_a_program_are_looked_for_with_everything_else(tmp_path):
+    """Nothing has been made when the command line is wrong elsewhere."""
+    (tmp_path / "half.idx").write_bytes(b"")
+    line = [word for pair in WORDS.items() for word in pair][:-2]
+    more = "--seed 0 --save new --save-interval 2 --data-path 1 half 2 gone"
+    words = [*line, *more.split()]
+    with pytest.raises(ConfigError) as caught:
+        prepare(parse(words), Launch(0, 1, 0), corpus_files)
+    for fragment in ("half.bin is not", "gone.idx is not", "gone.bin is not", "--seed is 0"):
+        assert fragment in str(caught.value)
+    assert "half.idx" not in str(caught.value)
+    assert not (tmp_path / "new").exists()
+    for name in ("half", "gone"):
+        for ending in ("idx", "bin"):
+            (tmp_path / f"{name}.{ending}").write_bytes(b"")
+    words[words.index("--seed") + 1] = "7"
+    assert prepare(parse(words), Launch(0, 1, 0), corpus_files).loads is False
+    assert (tmp_path / "new").is_dir()
+
+
+def test_paths_in_files_are_looked_for_too(tmp_path):
+    (tmp_path / "words").write_text("3 a 1 b")
+    (tmp_path / "splits.json").write_text('{"train": ["a"], "valid": ["c"], "test": null}')
+    assert corpus_files(DataConfig(data_args_path="words")) == [
+        "words", "a.idx", "a.bin", "b.idx", "b.bin"
+    ]  # fmt: skip
+    by_split = corpus_files(DataConfig(per_split_data_args_path="splits.json"))
+    assert by_split == ["splits.json", "a.idx", "a.bin", "c.idx", "c.bin"]
+    assert corpus_files(DataConfig(data_args_path="gone")) == ["gone"]
+    assert corpus_files(DataConfig(data_path=("chats.jsonl",), sft=True)) == ["chats.jsonl"]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4, 8])

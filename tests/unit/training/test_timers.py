@@ -73,11 +73,20 @@ def test_nothing_timed_is_nothing_said():
 def test_the_slowest_rank_of_each_phase_is_named():
     times = RankTimes(
         [
-            {"forward-compute": 1.0, "forward-recv": 9.0, "optimizer": 0.2},
-            {"forward-compute": 3.0, "forward-recv": 0.1, "optimizer": 0.2},
-            {"forward-compute": 1.0, "forward-recv": 9.0, "optimizer": 0.2},
+            {"forward-compute": 1.0, "forward-recv": 9.0, "optimizer": 0.2, "batch-generator": 0.4},
+            {"forward-compute": 3.0, "forward-recv": 0.1, "optimizer": 0.2, "batch-generator": 0.1},
+            {"forward-compute": 1.0, "forward-recv": 9.0, "optimizer": 0.2, "batch-generator": 0.1},
         ]
     )
     first, second = times.stragglers(steps=10)
     assert first == "forward-compute: rank 1 takes 300.00 ms a step, 3.00 times the median"
-    assert second.startswith("optimizer: rank 0")
+    assert second == "batch-generator: rank 0 takes 40.00 ms a step, 4.00 times the median"
+
+
+def test_ranks_that_wait_for_each_other_are_named_together():
+    """A slow tensor-parallel rank keeps its group waiting inside of the layers."""
+    seconds = [1.0, 1.0, 2.5, 2.4]
+    times = RankTimes([{"forward-compute": s, "optimizer-inner-step": 0.1 * s} for s in seconds])
+    first, second = times.stragglers([(0, 1), (2, 3)])
+    assert first.startswith("forward-compute: tensor-parallel ranks 2 3 take 2500.00 ms a step")
+    assert second.startswith("optimizer-inner-step: rank 2 takes 250.00 ms")

@@ -8,8 +8,10 @@ import time
 import pytest
 
 from mcore.errors import ConfigError
+from mcore.training.arguments import build_config, parse
 from mcore.training.autopilot.alerts import Alerts
 from mcore.training.autopilot.audit import AuditLog
+from mcore.training.autopilot.build import open_audit
 
 
 def read(path):
@@ -72,3 +74,13 @@ def test_more_messages_than_can_wait_are_dropped_with_a_word(caplog):
     start = time.monotonic()
     alerts.close()
     assert time.monotonic() - start < 5.0
+
+
+def test_the_limit_of_a_command_is_alert_timeout(caplog):
+    words = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --alert-timeout 0.3 --on-alert"
+    log = open_audit(build_config(parse([*words.split(), "sleep 60"])))
+    log.write("give_up", iteration=1)
+    began = time.monotonic()
+    log.close()
+    assert time.monotonic() - began < 5
+    assert "messages were left" in caplog.text or "was killed after 0.3 seconds" in caplog.text

@@ -125,9 +125,45 @@ def test_skipped_steps_are_bounded_and_a_good_step_starts_the_count_anew(tmp_pat
     autopilot, audit = pilot(tmp_path, numbers, loss_spike_policy="skip", loss_spike_max_skips=2)
     state = new_state()
     drive(autopilot, state, 9)
-    with pytest.raises(NumericsError, match="iteration 10: 3 consecutive .*loss-spike-max-skips 2"):
+    with pytest.raises(
+        NumericsError, match="iteration 10: 3 consecutive .*loss-spike-max-skips 2"
+    ) as caught:
         autopilot.step(state, [])
-    assert audit()[-1]["event"] == "give_up"
+    autopilot.tell_end(caught.value, state)
+    end = audit()[-1]
+    assert (end["event"], end["iteration"], end["samples"]) == ("give_up", 10, [36, 39])
+    assert end["documents"] == {"corpus": [36]}
+    assert "3 consecutive" in end["why"]
+
+
+def go_back(autopilot, state, order, saved):
+    """What the loop does: the state of the checkpoint, and the window passed over."""
+    state.iteration, state.autopilot = saved["iteration"], saved["autopilot"]
+    state.consumed_train_samples = BATCH * state.iteration
+    autopilot.rolled_back(order, state)
+
+
+def save(autopilot, state):
+    kept = json.loads(json.dumps(autopilot.saving(state.iteration)))
+    return {"iteration": state.iteration, "autopilot": kept}
+
+
+def train(autopilot, state, until, interval, restart=None):
+    """The training loop in small; `restart` stands for a job that is started again."""
+    saved = None
+    while state.iteration < until:
+        if autopilot.passes_over(state.iteration + 1):
+            state.iteration += 1
+            state.consumed_train_samples += BATCH
+        else:
+            result = autopilot.step(state, [])
+            if isinstance(result, RollBack):
+                go_back(autopilot, state, result, saved)
+                continue
+        if state.iteration % interval == 0:
+            saved = save(autopilot, state)
+            autopilot = autopilot if restart is None else restart(saved)
+    return autopilot
 
 
 def test_rollback_passes_over_the_window_and_is_bounded(tmp_path):
@@ -137,19 +173,44 @@ def test_rollback_passes_over_the_window_and_is_bounded(tmp_path):
     )
     state = new_state()
     drive(autopilot, state, 4)
-    saved = json.loads(json.dumps(autopilot.state_dict()))
-    autopilot.checkpoint = 4
+    saved = save(autopilot, state)
     order = drive(autopilot, state, 3)[-1]
     assert isinstance(order, RollBack)
     assert (state.iteration, order.iteration) == (6, 7)
-    state.iteration, state.consumed_train_samples, state.autopilot = 4, 16, saved
-    autopilot.rolled_back(order, state)
+    go_back(autopilot, state, order, saved)
     assert [autopilot.passes_over(i) for i in range(4, 9)] == [None, *["rollback"] * 3, None]
     entry = audit()[-1]
     assert (entry["event"], entry["checkpoint"], entry["passed_over"]) == ("rollback", 4, [5, 7])
     state.iteration, state.consumed_train_samples = 7, 28
     with pytest.raises(NumericsError, match="1 times already"):
         autopilot.step(state, [])
+
+
+@pytest.mark.parametrize("interval", [1, 2, 3, 50])
+@pytest.mark.parametrize("restarts", [False, True])
+def test_saving_what_was_passed_over_is_no_progress(tmp_path, interval, restarts):
+    """A fault that stays ends the run after three returns, however often it saves or restarts."""
+    options = {"loss_spike_policy": "rollback", "rerun_mode": "disabled"}
+    numbers = [*calm(50), *[(NAN, NAN)] * 100]
+    autopilot, audit = pilot(tmp_path, numbers, **options)
+
+    def restart(saved):
+        again, _ = pilot(tmp_path, numbers, **options)
+        again.load_state_dict(saved["autopilot"])
+        again.checkpoint = saved["iteration"]
+        return again
+
+    with pytest.raises(NumericsError, match="3 times already"):
+        train(autopilot, new_state(), 150, interval, restart if restarts else None)
+    assert [entry["event"] for entry in audit()].count("rollback") == 3
+
+
+def test_progress_between_rollbacks_starts_the_count_anew(tmp_path):
+    """Six single faults, ten good iterations between them: six returns, and the run goes on."""
+    numbers = [*calm(10), *[(NAN, NAN) if i % 10 == 0 else (2.0, 1.0) for i in range(61)]]
+    autopilot, audit = pilot(tmp_path, numbers, loss_spike_policy="rollback", rerun_mode="disabled")
+    train(autopilot, new_state(), 70, 3)
+    assert [entry["event"] for entry in audit()].count("rollback") == 6
 
 
 def test_a_narrow_window_trains_the_steps_before_it_again(tmp_path):
@@ -225,9 +286,29 @@ def test_overflows_of_a_dynamic_loss_scale_are_no_events(tmp_path):
 @pytest.mark.parametrize("policy", ["off", "report"])
 def test_the_threshold_of_the_gradient_norm_holds_with_any_policy(tmp_path, policy):
     numbers = [(2.0, 1.0), (2.0, 3.0), (2.0, 2.5)]
-    autopilot, _ = pilot(tmp_path, numbers, loss_spike_policy=policy, grad_norm_skip_threshold=2.5)
+    autopilot, audit = pilot(
+        tmp_path, numbers, loss_spike_policy=policy, grad_norm_skip_threshold=2.5
+    )
     outcomes = drive(autopilot, new_state(), 3)
     assert [bool(outcome.applied) for outcome in outcomes] == [True, False, True]
+    (entry,) = audit()
+    assert (entry["event"], entry["iteration"], entry["action"], entry["samples"]) == (
+        "grad_norm_above_threshold",
+        2,
+        "update left out",
+        [4, 7],
+    )
+    assert entry["documents"] == {"corpus": [4]}
+
+
+def test_what_ends_a_run_without_a_policy_is_told_with_its_batch(tmp_path):
+    autopilot, audit = pilot(tmp_path, [(2.0, 1.0), (NAN, NAN)])
+    state = new_state()
+    drive(autopilot, state, 2)
+    autopilot.tell_end(NumericsError("iteration 2: NaN"), state)
+    (entry,) = audit()
+    assert (entry["event"], entry["iteration"], entry["samples"]) == ("give_up", 2, [4, 7])
+    assert (entry["documents"], entry["why"]) == ({"corpus": [4]}, "iteration 2: NaN")
 
 
 def test_listed_iterations_are_passed_over(tmp_path):
@@ -248,7 +329,7 @@ def test_a_checkpoint_keeps_what_a_resumed_run_needs(tmp_path):
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     with pytest.raises(NumericsError, match="3 consecutive"):
         second.step(state, [])
-    assert audit()[-2]["medians"]["loss"] == 2.01
+    assert audit()[-1]["medians"]["loss"] == 2.01
 
 
 def test_the_watch_waits_for_nobody_and_reads_what_it_judged():
