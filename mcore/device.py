@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import resource
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal
@@ -115,50 +116,110 @@ def host_copy(x: Tensor) -> Tensor:
     return copied.pin_memory() if torch.cuda.is_available() else copied
 
 
-class HostTransfer:
-    """Copies between a device and (pinned) host memory beside the device's own work.
+class SideStream:
+    """A stream beside the one that the device computes on.
 
     Args:
-        device: on the CPU copies are made at once.
+        device: a GPU.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._pairs: list[tuple[Tensor, Tensor]] = []
+        self._stream = torch.cuda.Stream(device)
 
-    def add(self, source: Tensor, target: Tensor) -> None:
-        """Note a copy to the host; the source must stay as it is until `wait_for_host`."""
-        self._pairs.append((source, target))
+    def work(self) -> AbstractContextManager[object]:
+        """What is started within it begins after all that the device has been given so far."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        return torch.cuda.stream(self._stream)
 
-    def start_to_host(self) -> None:
-        """Start the copies that were noted, after what the device has been given so far."""
-        self._copy(self._pairs)
+    def join(self) -> None:
+        """Let the device wait for what was started here; the host does not wait."""
+        torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+
+    def synchronize(self) -> None:
+        """Wait on the host."""
+        self._stream.synchronize()
+
+
+class HostTransfer:
+    """Copies between a device and (pinned) host memory beside the device's own work.
+
+    A tensor is converted on the device, before it leaves or after it has come: a host that converts
+    would have to wait for the transfer first.
+
+    Args:
+        device: on the CPU copies are made at once.
+        stream: what copies are made on; by default one of its own on a GPU.
+    """
+
+    def __init__(self, device: torch.device, stream: SideStream | None = None) -> None:
+        is_cuda = device.type == "cuda"
+        self._stream = SideStream(device) if stream is None and is_cuda else stream
+
+    def start_to_host(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Start copies, after what the device has been given so far.
+
+        Args:
+            pairs: (on the device, on the host). They are taken one by one where they are copied, so
+                that what is computed for one copy only is freed after it. All else must stay as it
+                is until `wait_for_host`.
+        """
         if self._stream is None:
-            self._pairs = []
+            for source, target in pairs:
+                target.copy_(source)
+            return
+        with self._stream.work():
+            for source, target in pairs:
+                target.copy_(source.to(target.dtype), non_blocking=True)
 
     def wait_for_host(self) -> None:
         """Wait on the host until the copies are there."""
         if self._stream is not None:
             self._stream.synchronize()
-        self._pairs = []
 
-    def to_device(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Copy (host, device) pairs; the device waits for them, the host does not."""
-        self._copy(pairs)
-        if self._stream is not None:
-            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+    def to_device(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Copy (host, device) pairs; the device waits for them, the host does not.
 
-    def _copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        The host may write to its tensors again after the next `wait_for_host`.
+        """
         if self._stream is None:
             for source, target in pairs:
                 target.copy_(source)
             return
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        with torch.cuda.stream(self._stream):
+        with self._stream.work():
             for source, target in pairs:
-                # Whole first, then to the target's dtype there: a copy that converts on the host
-                # would be waited for.
-                target.copy_(source.to(target.device, non_blocking=True), non_blocking=True)
+                target.copy_(source.to(target.device, non_blocking=True))
+        self._stream.join()
+
+
+@functools.cache
+def _adds_wide_products(device: torch.device, narrow: torch.dtype, wide: torch.dtype) -> bool:
+    """Whether a product of low-precision matrices can be added to a wider one in one GEMM.
+
+    It is tried: versions of torch, GPUs and libraries differ in what they offer.
+    """
+    if device.type != "cuda":
+        return False
+    try:
+        ones = torch.ones(16, 16, dtype=narrow, device=device)
+        total = torch.ones(16, 16, dtype=wide, device=device)
+        torch.addmm(total, ones.t(), ones, out_dtype=wide, out=total)
+    except (RuntimeError, TypeError):
+        return False
+    return bool((total == 17.0).all())
+
+
+def add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add a product to a sum in place: [m, n] += [m, k] [k, n].
+
+    One GEMM that adds in place where all have one dtype, and on GPUs that can also where `total` is
+    wider. Elsewhere the product exists for a moment, rounded to its own dtype.
+    """
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    elif _adds_wide_products(total.device, left.dtype, total.dtype):
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total.add_(left.mm(right))
 
 
 def reserved_bytes(device: torch.device) -> int | None:

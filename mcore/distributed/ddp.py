@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Variable
 
 from mcore.config.distributed import DistributedDataParallelConfig
 from mcore.distributed.bucket import Bucket, ShardedBucket
@@ -20,6 +21,7 @@ from mcore.distributed.param_and_grad_buffer import ParamAndGradBuffer, aligned
 from mcore.distributed.param_units import param_units
 from mcore.distributed.replicas import find_replicas
 from mcore.distributed.sharding_groups import ShardingGroups, build_sharding_groups
+from mcore.distributed.unit_agreement import grad_tensors
 from mcore.errors import ScheduleError
 from mcore.parallel_state import parallel_context_or_single
 from mcore.topology.collectives import broadcast_
@@ -35,7 +37,8 @@ class DistributedDataParallel(DataParallelModule):
     gradient buffer. Autograd's gradient of every backward is added to it and freed. An operation
     may also add its parameter gradient to `main_grad` itself and return None for it; the parameter
     counts as complete all the same, once autograd has visited each of its uses. With ZeRO-2 there
-    is no `main_grad`, and every microbatch is reduced into this rank's shard.
+    is no `main_grad`, and every microbatch is reduced into this rank's shard, at the end of its
+    backward at the latest. A parameter without a gradient, on some ranks or all, counts as zero.
 
     Gradients are summed over data- and context-parallel ranks, not averaged: `finalize_model_grads`
     divides, once. A step is `zero_grad_buffer`, forwards and backwards (all but the last inside
@@ -78,10 +81,32 @@ class DistributedDataParallel(DataParallelModule):
         self._streams = any(bucket.streams for bucket in self.buckets)
         self._num_started = 0
         self._round_is_open = False  # a streamed microbatch has gradients that are not reduced
+        self._in_backward = False  # a streamed microbatch is to be reduced when its backward ends
+        self._is_reduced = False  # and it has been, since that backward began
         self._names = {id(param): name for name, param in module.named_parameters()}
         self._accumulators = self._register_hooks()
         if ddp_config.overlap_param_gather:
             self._register_param_hooks()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Forward of the wrapped module."""
+        output = super().forward(*args, **kwargs)
+        if self._streams and torch.is_grad_enabled():
+            for tensor in grad_tensors(output):
+                tensor.register_hook(self._on_backward)
+        return output
+
+    def _on_backward(self, _: Tensor) -> None:
+        """Reduce the microbatch once its backward is over, whatever this rank made use of."""
+        if not self._in_backward:
+            self._in_backward, self._is_reduced = True, False
+            # Of the backward that reached the output, not of one that recomputes inside it.
+            Variable._execution_engine.queue_callback(self._after_backward)
+
+    def _after_backward(self) -> None:
+        self._in_backward = False
+        if self._round_is_open or not self._is_reduced:
+            self._start_buckets(only_ready=False)
 
     def _build_buffers(self) -> list[ParamAndGradBuffer]:
         by_dtype: dict[torch.dtype, list[tuple[int, nn.Parameter]]] = {}
@@ -191,7 +216,7 @@ class DistributedDataParallel(DataParallelModule):
             self._start_buckets(only_ready=False)
 
     def _end_round(self) -> None:
-        self._round_is_open = False
+        self._round_is_open, self._is_reduced = False, True
         self._num_started = 0
         for bucket in self.buckets:
             bucket.reset()
@@ -200,7 +225,8 @@ class DistributedDataParallel(DataParallelModule):
     def no_sync(self) -> Iterator[None]:
         """Accumulate without starting reductions: for all microbatches of a step but the last.
 
-        With ZeRO-2 each microbatch is reduced all the same, by the end of this block at the latest.
+        With ZeRO-2 each microbatch is reduced all the same, at the end of its backward; where the
+        wrapper's own forward was passed by, at the end of this block.
         """
         previous, self.is_last_microbatch = self.is_last_microbatch, False
         try:
@@ -236,7 +262,7 @@ class DistributedDataParallel(DataParallelModule):
         for buffer in self.param_and_grad_buffers:
             buffer.zero_grad()
         self._num_started = 0
-        self._round_is_open = False
+        self._round_is_open = self._in_backward = False
 
     def scale_gradients(self, factor: float | Tensor) -> None:
         """Multiply all gradients by a number or a 0-dimensional tensor."""

@@ -20,10 +20,12 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from mcore.config.distributed import DistributedDataParallelConfig
+from mcore.distributed.compute_dtypes import compute_dtypes, only_dtype, widened
 from mcore.distributed.data_parallel import DataParallelModule, ParamPart
 from mcore.distributed.param_units import param_units
 from mcore.distributed.replicas import find_replicas
 from mcore.distributed.sharding_groups import ShardingGroups, build_sharding_groups
+from mcore.distributed.unit_agreement import UnitAgreement
 from mcore.errors import ConfigError
 from mcore.parallel_state import parallel_context_or_single
 from mcore.topology.context import ParallelContext
@@ -74,7 +76,8 @@ class FullyShardedDataParallel(DataParallelModule):
     Comm: see `find_replicas`. Every rank of a model-parallel group wraps its chunks together.
 
     Raises:
-        ConfigError: torch.distributed is not in use.
+        ConfigError: torch.distributed is not in use, or parameters that are gathered together
+            compute in different dtypes.
     """
 
     def __init__(
@@ -105,8 +108,7 @@ class FullyShardedDataParallel(DataParallelModule):
         ]
         local = {id(param): name for name, param in module.named_parameters()}
         shapes = {local[id(param)]: tuple(param.shape) for _, param, _, _ in declared}
-        self._widen()
-        self._deal_out()
+        self._deal_out(compute_dtypes(module))
         sharded = dict(module.named_parameters())
         for _, param, sharding, _ in declared:
             set_sharding(sharded[local[id(param)]], sharding)
@@ -116,40 +118,49 @@ class FullyShardedDataParallel(DataParallelModule):
         ]
         self._by_id = {id(shard.param): shard for shard in self._shards}
         self.replicas = find_replicas(module, self.context)
+        named = [(n, unit) for n, unit in module.named_modules() if isinstance(unit, FSDPModule)]
+        self._agreement = UnitAgreement(named, self.groups.all, self._shards[0].data.device)
 
-    def _widen(self) -> None:
-        """Give low-precision parameters fp32 storage: their shards are the main parameters."""
-        self._compute_dtype: torch.dtype | None = None
-        for param in self.module.parameters():
-            wide = torch.promote_types(param.dtype, torch.float32)
-            if wide != param.dtype:
-                self._compute_dtype = param.dtype
-                param.data = param.data.to(wide)
-
-    def _deal_out(self) -> None:
-        narrow, in_fp32 = self._compute_dtype, self.ddp_config.keeps_grads_wide
-        policy = MixedPrecisionPolicy(
-            param_dtype=narrow,
-            reduce_dtype=torch.float32 if narrow is not None and in_fp32 else narrow,
-            cast_forward_inputs=False,
-        )
+    def _deal_out(self, dtypes: dict[nn.Parameter, torch.dtype]) -> None:
+        """Hand the units to `fully_shard`, each with the one dtype that it computes with."""
         device = next(self.module.parameters()).device
         mesh = _mesh(self.groups, device.type)
         keeps = self.context.pp.size > 1 and not self.ddp_config.reshard_every_microbatch
-        for unit, params in list(param_units(self.module)):
+        units, of_root = [], []
+        for unit, params in param_units(self.module):
             # Vectors outside of layers go with the root: a collective of their own costs more.
             is_large = any(param.dim() > 1 for param in params)
             if unit is not self.module and is_large and not self._is_shared(unit):
-                fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=not keeps)
+                units.append((unit, params))
+            else:
+                of_root += params
+        names = {param: name for name, param in self.module.named_parameters()}
+        for unit, params in units:
+            policy = self._policy(only_dtype(params, dtypes, names))
+            fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=not keeps)
+        policy = self._policy(only_dtype(of_root, dtypes, names))
         fully_shard(self.module, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
         for sharded in self._units():
             # Megatron's convention: a sum, divided once by the tokens of the global batch.
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)
             sharded.set_reshard_after_backward(not keeps)
+            # Older versions of torch reduce what has a gradient on this rank, and only that.
+            if "set_reduce_scatter_unused_params" in vars(FSDPModule):
+                sharded.set_reduce_scatter_unused_params(True, recurse=False)
             # Pads rows to the ranks now, so that the shards below stay where they are.
             sharded.unshard()
             sharded.reshard()
+
+    def _policy(self, dtype: torch.dtype | None) -> MixedPrecisionPolicy:
+        """Shards in fp32 at least, computation in a unit's own dtype."""
+        narrow = None if dtype is None or dtype == widened(dtype) else dtype
+        in_fp32 = self.ddp_config.keeps_grads_wide
+        return MixedPrecisionPolicy(
+            param_dtype=narrow,
+            reduce_dtype=torch.float32 if narrow is not None and in_fp32 else narrow,
+            cast_forward_inputs=False,
+        )
 
     def _is_shared(self, unit: nn.Module) -> bool:
         """Whether a module outside of the unit computes with one of its parameters.
@@ -189,7 +200,12 @@ class FullyShardedDataParallel(DataParallelModule):
         """Nothing to start: every backward reduces."""
 
     def finish_grad_sync(self) -> None:
-        """Free gathered parameters, and give parameters without a gradient a zero."""
+        """Free gathered parameters, and give parameters without a gradient a zero.
+
+        Raises:
+            ScheduleError: in a first step data-parallel ranks used different parts of the model.
+        """
+        self._agreement.end()
         for unit in self._units():
             unit.reshard()
         for shard in self._shards:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from mcore.optimizer.gradients import at_once
 from mcore.topology.collectives import all_reduce_
 from mcore.topology.group import Group
 
@@ -41,32 +42,36 @@ def get_grad_norm(
     return total.sqrt()
 
 
-def clip_grad_by_total_norm_(
-    grads: Sequence[Tensor], max_norm: float, norm: Tensor, inverse_scale: Tensor | None = None
-) -> None:
-    """Multiply gradients in place by max_norm / (norm + 1e-6) where that is below 1.
+def clip_factor(
+    max_norm: float, norm: Tensor, inverse_scale: Tensor | None = None
+) -> Tensor | None:
+    """What to multiply gradients by: max_norm / (norm + 1e-6) where that is below 1.
 
     Args:
-        grads: all gradients of this rank.
         max_norm: largest allowed global norm; 0 = no limit.
         norm: the global norm of the unscaled gradient, 0-dim; stays on its device.
         inverse_scale: what also has to be multiplied by: 1 / loss scale, 0-dim.
+
+    Returns:
+        The factor, 0-dim; None = 1.
     """
-    factor = inverse_scale
-    if max_norm > 0:
-        clip = (max_norm / (norm + 1.0e-6)).clamp(max=1.0)
-        factor = clip if factor is None else clip * factor
-    if grads and factor is not None:
-        torch._foreach_mul_(list(grads), factor)
+    if max_norm <= 0:
+        return inverse_scale
+    clip = (max_norm / (norm + 1.0e-6)).clamp(max=1.0)
+    return clip if inverse_scale is None else clip * inverse_scale
 
 
 def _chunk_norms(piece: Tensor) -> Iterable[Tensor]:
-    """L2 norms of runs of the piece, each 1-D, in at least fp32."""
+    """L2 norms of runs of the piece, each 1-D, in at least fp32.
+
+    Some kernels widen the whole of their input first, so they are given a part at a time.
+    """
     flat = piece.reshape(-1)
     dtype = torch.promote_types(flat.dtype, torch.float32)
     rest = flat.numel() % _CHUNK
-    runs, tail = flat[: flat.numel() - rest], flat[flat.numel() - rest :]
-    if runs.numel():
-        yield torch.linalg.vector_norm(runs.view(-1, _CHUNK), dim=1, dtype=dtype)
+    runs, tail = flat[: flat.numel() - rest].view(-1, _CHUNK), flat[flat.numel() - rest :]
+    rows = len(runs) if flat.dtype == dtype else max(1, at_once(flat.numel()) // _CHUNK)
+    for start in range(0, len(runs), rows or 1):
+        yield torch.linalg.vector_norm(runs[start : start + rows], dim=1, dtype=dtype)
     if rest:
         yield torch.linalg.vector_norm(tail, dtype=dtype).reshape(1)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mcore.config.optimizer import OptimizerConfig
 from mcore.optimizer.adam import Adam
+from mcore.optimizer.gradients import Gradients
 from mcore.optimizer.newton_schulz import (
     COEFFICIENTS,
     join_rows,
@@ -17,7 +18,7 @@ from mcore.optimizer.newton_schulz import (
     update_scale,
 )
 from mcore.optimizer.param_groups import OptimizedParam, ParamGroup
-from mcore.optimizer.whole_matrices import DealtMatrix, map_whole_
+from mcore.optimizer.whole_matrices import DealtMatrix, batches_of, map_whole_
 from mcore.topology.group import Group
 
 STATE_NAME = "momentum_buffer"
@@ -53,15 +54,14 @@ class Muon:
         self._config = config
         self._adam = Adam([group for group in groups if not group["is_matrix"]], config)
         (self._group,) = [group for group in groups if group["is_matrix"]]
-        self._matrices = list(matrices)
         self._axes = tuple(axes)
+        self._batches = list(batches_of(matrices, self._axes))
         self._momenta: dict[Tensor, Tensor] = {
             item.main: torch.zeros_like(item.main) for _, item in matrices if item is not None
         }
         mains = list(self._momenta) or [p for group in groups for p in group["params"]]
         dtype = mains[0].dtype if mains else torch.float32
         self._like = torch.empty(0, dtype=dtype, device=device)
-        self._steps = torch.zeros((), dtype=torch.float32, device=device)
 
     @property
     def param_groups(self) -> list[ParamGroup]:
@@ -73,46 +73,39 @@ class Muon:
         momentum = self._momenta.get(param)
         return self._adam.tensors_of(param) if momentum is None else {STATE_NAME: momentum}
 
-    @property
-    def step_count(self) -> int:
-        """Updates so far; reads it from the device."""
-        return int(self._steps)
-
-    @step_count.setter
-    def step_count(self, value: int) -> None:
-        self._steps.fill_(value)
-        self._adam.step_count = value
+    def set_step_count(self, value: int) -> None:
+        """Go on after so many updates, which only Adam depends on."""
+        self._adam.set_step_count(value)
 
     @torch.no_grad()
-    def step_unless(self, skip: Tensor) -> None:
+    def step_unless(self, skip: Tensor, grads: Gradients) -> None:
         """Update parameters and state, or leave all of them as they are.
 
         Args:
             skip: one fp32 element on the parameters' device: 1 = leave them.
+            grads: a matrix without one has a zero.
 
-        Comm: see `map_whole_`.
+        Comm: see `map_whole_`, for each batch of as many matrices as there are ranks.
         """
-        self._adam.step_unless(skip)
+        self._adam.step_unless(skip, grads)
         skips = skip.bool().reshape(())
-        self._steps += 1.0 - skip.reshape(())
-        directions = [
-            (matrix, None if item is None else self._direction(item.main, skips))
-            for matrix, item in self._matrices
-        ]
-        map_whole_(directions, self._update_of, self._axes, self._like)
         lr, decay = self._group["lr"], self._group["weight_decay"]
-        for (_, item), (_, update) in zip(self._matrices, directions, strict=True):
-            if item is not None:
-                assert update is not None
-                new = item.main * (1.0 - lr * decay) - lr * update
-                item.main.copy_(torch.where(skips, item.main, new))
+        for batch in self._batches:
+            directions = [
+                (matrix, None if item is None else self._direction(item.main, skips, grads))
+                for matrix, item in batch
+            ]
+            map_whole_(directions, self._update_of, self._axes, self._like)
+            for (_, item), (_, update) in zip(batch, directions, strict=True):
+                if item is not None:
+                    assert update is not None
+                    new = item.main * (1.0 - lr * decay) - lr * update
+                    item.main.copy_(torch.where(skips, item.main, new))
 
-    def _direction(self, main: Tensor, skips: Tensor) -> Tensor:
+    def _direction(self, main: Tensor, skips: Tensor, grads: Gradients) -> Tensor:
         """The momentum that is to be orthogonalised, in memory of its own."""
         momentum, mu = self._momenta[main], self._config.muon_momentum
-        grad = main.grad
-        if grad is None:
-            grad = torch.zeros_like(main)
+        grad = grads.of(main) if main in grads else torch.zeros_like(main)
         new = torch.lerp(grad, momentum, mu)
         direction = torch.lerp(grad, new, mu) if self._config.muon_nesterov else new.clone()
         momentum.copy_(torch.where(skips, momentum, new))

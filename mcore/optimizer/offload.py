@@ -14,13 +14,12 @@ import torch
 from torch import Tensor
 
 from mcore.device import HostTransfer, host_copy
+from mcore.optimizer.gradients import Gradients
 from mcore.optimizer.param_groups import OptimizedParam, ParamGroup
 
 
 class Rule(Protocol):
     """What an update rule offers."""
-
-    step_count: int
 
     @property
     def param_groups(self) -> list[ParamGroup]:
@@ -29,7 +28,10 @@ class Rule(Protocol):
     def tensors_of(self, param: Tensor) -> dict[str, Tensor]:
         """State of a parameter by the name that checkpoints use."""
 
-    def step_unless(self, skip: Tensor) -> None:
+    def set_step_count(self, value: int) -> None:
+        """Go on after so many updates."""
+
+    def step_unless(self, skip: Tensor, grads: Gradients) -> None:
         """Update parameters and state, or leave them as they are."""
 
 
@@ -56,7 +58,7 @@ class OffloadedRule:
         self._on_host = build(_only(groups, lambda main: id(main) in mains))
         self._host_mains = mains
         self._grads = {
-            id(item.main): host_copy(torch.zeros_like(item.main)) for item in self._host_params
+            item.main: host_copy(torch.zeros_like(item.main)) for item in self._host_params
         }
         self._transfer = HostTransfer(device)
 
@@ -65,36 +67,34 @@ class OffloadedRule:
         """Groups of the device, then those of the host."""
         return [*self._on_device.param_groups, *self._on_host.param_groups]
 
-    @property
-    def step_count(self) -> int:
-        """Updates so far."""
-        return max(self._on_device.step_count, self._on_host.step_count)
-
-    @step_count.setter
-    def step_count(self, value: int) -> None:
-        self._on_device.step_count = value
-        self._on_host.step_count = value
+    def set_step_count(self, value: int) -> None:
+        """Go on after so many updates."""
+        self._on_device.set_step_count(value)
+        self._on_host.set_step_count(value)
 
     def tensors_of(self, param: Tensor) -> dict[str, Tensor]:
         """State of a parameter by the name that checkpoints use."""
         rule = self._on_host if id(param) in self._host_mains else self._on_device
         return rule.tensors_of(param)
 
-    def take_gradient(self, item: OptimizedParam, grad: Tensor) -> None:
-        """Note the gradient of a parameter whose state is on the host; it travels in `step`."""
-        self._transfer.add(grad, self._grads[id(item.main)])
-        item.main.grad = self._grads[id(item.main)]
-
-    def step_unless(self, skip: Tensor) -> None:
+    def step_unless(self, skip: Tensor, grads: Gradients) -> None:
         """Update what is on the device while gradients travel, then what is on the host.
 
         The host waits for its gradients and for `skip`.
+
+        Args:
+            skip: one fp32 element on the device: 1 = leave all as it is.
+            grads: on the device; parameters without one stay.
         """
-        self._transfer.start_to_host()
-        self._on_device.step_unless(skip)
+        moving = {main: place for main, place in self._grads.items() if main in grads}
+        self._transfer.start_to_host((grads.of(main), place) for main, place in moving.items())
+        self._on_device.step_unless(skip, grads)
+        arrived = Gradients()
+        for main, place in moving.items():
+            arrived.add(main, place)
         self._transfer.wait_for_host()
-        self._on_host.step_unless(skip.cpu())
-        self._transfer.to_device([(item.main, item.part.data) for item in self._host_params])
+        self._on_host.step_unless(skip.cpu(), arrived)
+        self._transfer.to_device((item.main, item.part.data) for item in self._host_params)
 
 
 def _only(groups: list[ParamGroup], keep: Callable[[Tensor], bool]) -> list[ParamGroup]:

@@ -14,12 +14,12 @@ from mcore.config.optimizer import OptimizerConfig
 from mcore.distributed import DataParallelModule, ParamPart
 from mcore.errors import ConfigError
 from mcore.optimizer.adam import Adam
-from mcore.optimizer.clip_grads import clip_grad_by_total_norm_, get_grad_norm
+from mcore.optimizer.clip_grads import clip_factor, get_grad_norm
 from mcore.optimizer.grad_scaler import build_grad_scaler
+from mcore.optimizer.gradients import Gradients
 from mcore.optimizer.muon import Muon
 from mcore.optimizer.offload import OffloadedRule
 from mcore.optimizer.param_groups import (
-    OptimizedParam,
     ParamGroup,
     build_param_groups,
     collect_matrices,
@@ -90,14 +90,13 @@ class MegatronOptimizer:
         self.optimizer = self._build_rule(model_chunks)
         self.grad_scaler = build_grad_scaler(config, self._device)
         self._norm_groups: tuple[Group, ...] = (context.mp,)
+        self._num_updates = torch.zeros((), dtype=torch.int64, device=self._device)
 
     def _build_rule(self, model_chunks: Sequence[nn.Module]) -> Rule:
         groups = build_param_groups(self.params, self.config)
-        self._offload: OffloadedRule | None = None
         if any(item.is_offloaded for item in self.params):
             build = partial(build_rule, config=self.config)
-            self._offload = OffloadedRule(groups, self.params, build, self._device)
-            return self._offload
+            return OffloadedRule(groups, self.params, build, self._device)
         if self.config.optimizer != "muon":
             return build_rule(groups, self.config)
         matrices = collect_matrices(model_chunks, self.params, self.context)
@@ -115,12 +114,13 @@ class MegatronOptimizer:
 
     @property
     def step_count(self) -> int:
-        """Updates so far, those of a checkpoint included."""
-        return self.optimizer.step_count
+        """Updates so far, those of a checkpoint included; reads it from the device."""
+        return int(self._num_updates)
 
     @step_count.setter
     def step_count(self, value: int) -> None:
-        self.optimizer.step_count = value
+        self._num_updates.fill_(value)
+        self.optimizer.set_step_count(value)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the parameters' `grad`; a wrapped chunk's `zero_grad_buffer` clears the others."""
@@ -156,14 +156,13 @@ class MegatronOptimizer:
 
         Comm: the norm's all-reduces, see `get_grad_norm`; as many again for each other watcher.
         """
-        grads = []
+        grads = Gradients()
         pieces: list[Tensor] = []
         with phase("optimizer-copy-to-main-grad"):
             for item in self.params:
-                grad = item.gradient()
-                self._set_gradient(item, grad)
+                grad = item.read_gradient()
                 if grad is not None:
-                    grads.append(grad)
+                    grads.add(item.main, grad)
                     pieces += item.counted(grad)
         with phase("optimizer-unscale-and-check-inf"):
             scaled_norm = get_grad_norm(pieces, self._norm_groups, self._device)
@@ -176,21 +175,13 @@ class MegatronOptimizer:
             grad_norm = self._unscale_and_clip_(grads, scaled_norm)
         applies = is_finite if veto is None else is_finite & ~veto(grad_norm)
         with phase("optimizer-inner-step"):
-            self.optimizer.step_unless(skip=(~applies).float())
+            self.optimizer.step_unless((~applies).float(), grads)
+        self._num_updates += applies
         self.grad_scaler.update(~is_finite)
-        for item in self.params:
-            item.main.grad = None
         with phase("optimizer-copy-main-to-model-params"):
             self._copy_main_params_to_model_params()
         params_norm = self._params_norm() if self.config.log_params_norm else None
         return StepResult(applies, grad_norm, zeros, params_norm)
-
-    def _set_gradient(self, item: OptimizedParam, grad: Tensor | None) -> None:
-        if item.is_offloaded and grad is not None:
-            assert self._offload is not None
-            self._offload.take_gradient(item, grad)
-        else:
-            item.main.grad = grad
 
     def _count_zeros(self, pieces: Sequence[Tensor]) -> Tensor:
         total = torch.zeros((), dtype=torch.float64, device=self._device)
@@ -205,14 +196,16 @@ class MegatronOptimizer:
         pieces = [view for item, main in mains for view in item.counted(main)]
         return get_grad_norm(pieces, self._norm_groups, self._device)
 
-    def _unscale_and_clip_(self, grads: list[Tensor], scaled_norm: Tensor) -> Tensor:
+    def _unscale_and_clip_(self, grads: Gradients, scaled_norm: Tensor) -> Tensor:
         """Bring gradients to their own scale and below the limit in one pass; their norm before."""
         inverse = None
         norm = scaled_norm
         if self._is_scaled:
             inverse = 1.0 / self.grad_scaler.scale.double().reshape(())
             norm = scaled_norm * inverse
-        clip_grad_by_total_norm_(grads, self.config.clip_grad, norm, inverse)
+        factor = clip_factor(self.config.clip_grad, norm, inverse)
+        if factor is not None:
+            grads.scale_(factor)
         return norm
 
     def reload_model_params(self) -> None:

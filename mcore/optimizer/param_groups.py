@@ -28,7 +28,8 @@ class OptimizedParam:
         part: which elements of which parameter, and where they live.
         main: what is updated: an fp32 copy of `part.data` where that has lower precision, else the
             same memory. Shaped as the parameter where this rank updates all of it, else 1-D.
-        read_gradient: gives the finished gradient, shaped as `main`, or None.
+        read_gradient: gives the finished gradient, shaped as `main`, of any precision, or None:
+            from the data-parallel wrapper, or autograd's.
         is_offloaded: `main` is a copy in host memory, whatever its dtype.
     """
 
@@ -77,11 +78,6 @@ class OptimizedParam:
     def is_embedding_or_output(self) -> bool:
         """Whether it is the word embedding or the output layer, by Megatron's names."""
         return self.name.endswith(("word_embeddings.weight", "output_layer.weight"))
-
-    def gradient(self) -> Tensor | None:
-        """Gradient in the precision of `main`: from the data-parallel wrapper, or autograd's."""
-        grad = self.read_gradient()
-        return None if grad is None else grad.to(self.main.dtype)
 
     def counted(self, tensor: Tensor) -> Iterator[Tensor]:
         """The parts of a tensor shaped as `main` that this rank counts, each element once."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from mcore.config.optimizer import OptimizerConfig
 from mcore.errors import ConfigError
 from mcore.optimizer.adam import Adam
+from mcore.optimizer.gradients import Gradients, elements, runs_of
 from mcore.optimizer.param_groups import ParamGroup
 
 
@@ -31,7 +32,6 @@ class _MomentumRule(torch.optim.Optimizer):
         super().__init__(groups, {"lr": config.lr, "weight_decay": config.weight_decay})
         self._name = state_name
         self._is_decoupled = config.decoupled_weight_decay
-        self.step_count = 0
         for group in self.param_groups:
             for param in group["params"]:
                 self.state[param] = {state_name: torch.zeros_like(param)}
@@ -40,23 +40,33 @@ class _MomentumRule(torch.optim.Optimizer):
         """The running tensor of a parameter, by the name that checkpoints use."""
         return {self._name: self.state[param][self._name]}
 
-    def step_unless(self, skip: Tensor) -> None:
+    def set_step_count(self, value: int) -> None:
+        """Nothing here depends on it."""
+
+    @torch.no_grad()
+    def step_unless(self, skip: Tensor, grads: Gradients) -> None:
         """Update parameters and state, or leave all of them as they are.
 
         Args:
             skip: one fp32 element on the parameters' device: 1 = leave them.
+            grads: parameters without one stay.
         """
         skips = skip.bool().reshape(())
         for group in self.param_groups:
             for param in group["params"]:
-                if param.grad is not None:
-                    self._update(param, group, skips)
-        self.step_count += 1
+                if param not in grads:
+                    continue
+                running = self.state[param][self._name]
+                for run in runs_of(param):
+                    grad = grads.of(param, run)
+                    self._update(elements(param, run), elements(running, run), grad, group, skips)
 
-    def _update(self, param: Tensor, group: ParamGroup, skips: Tensor) -> None:
-        assert param.grad is not None
-        running, decay = self.state[param][self._name], group["weight_decay"]
-        grad = param.grad if self._is_decoupled else param.grad + decay * param
+    def _update(
+        self, param: Tensor, running: Tensor, grad: Tensor, group: ParamGroup, skips: Tensor
+    ) -> None:
+        decay = group["weight_decay"]
+        if not self._is_decoupled:
+            grad = grad + decay * param
         direction, new_running = self._rule(grad, running)
         kept = 1.0 - group["lr"] * decay if self._is_decoupled else 1.0
         param.copy_(torch.where(skips, param, param * kept - group["lr"] * direction))

@@ -11,14 +11,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
-import torch
 from torch import Tensor
 
 from mcore.topology.collectives import start_all_gather_into_, start_reduce_scatter_into_
 from mcore.topology.flat_range import FlatRange
 from mcore.topology.group import Group
 from mcore.topology.param_sharding import ParamSharding
+
+Other = TypeVar("Other")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,45 +68,59 @@ def _at(whole: Tensor, place: tuple[int, ...], view: Tensor) -> Tensor:
     return whole[row : row + view.shape[0], column : column + view.shape[1]]
 
 
+def batches_of(
+    matrices: Sequence[tuple[DealtMatrix, Other]], groups: Sequence[Group]
+) -> Iterator[list[tuple[DealtMatrix, Other]]]:
+    """As many matrices at a time as the groups have ranks together, each with what goes with it.
+
+    Matrices of one size come together, so that little is padded.
+
+    Args:
+        matrices: in any order; batches are alike on all ranks that have the same ones.
+        groups: axes that elements are dealt over.
+    """
+    ranks = math.prod(group.size for group in groups)
+    ordered = sorted(matrices, key=lambda pair: (-pair[0].numel, pair[0].name))
+    for start in range(0, len(ordered), ranks):
+        yield ordered[start : start + ranks]
+
+
 def map_whole_(
-    matrices: Sequence[tuple[DealtMatrix, Tensor | None]],
+    batch: Sequence[tuple[DealtMatrix, Tensor | None]],
     function: Callable[[DealtMatrix, Tensor], Tensor],
     groups: Sequence[Group],
     like: Tensor,
 ) -> None:
-    """Replace every matrix by a function of it, each rank keeping its own elements.
+    """Replace every matrix of a batch by a function of it, each rank keeping its own elements.
 
     Args:
-        matrices: with this rank's elements of each (contiguous, overwritten; None where it has
-            none), in the same order on all ranks.
+        batch: one of `batches_of`: this rank's elements of each matrix (contiguous, overwritten;
+            None where it has none), in the same order on all ranks.
         function: from the matrix's description and its whole value, [rows, columns], to a value of
             that shape.
         groups: axes that elements are dealt over, outermost first.
         like: gives dtype and device where this rank has no elements at all.
 
-    Comm: for as many matrices as the groups have ranks together, one reduce-scatter and one
-        all-gather of the largest one's bytes times their number, over each group.
+    Comm: one reduce-scatter and one all-gather of the largest matrix's bytes times the number of
+        ranks, over each group.
     """
     ranks = math.prod(group.size for group in groups)
-    # Matrices of one size together waste no padding; the order has to be the same on all ranks.
-    ordered = sorted(matrices, key=lambda pair: (-pair[0].numel, pair[0].name))
-    for start in range(0, len(ordered), ranks):
-        batch = ordered[start : start + ranks]
-        room = batch[0][0].numel
-        buffer = like.new_zeros(ranks * room)
-        places = buffer.view(ranks, room)
-        for (matrix, own), place in zip(batch, places, strict=False):
-            if own is not None:
-                matrix.put_(place[: matrix.numel].view(matrix.shape), own)
-        mine, index = _reduce_scatter(buffer, groups)
-        if index < len(batch):
-            matrix = batch[index][0]
-            whole = mine[: matrix.numel].view(matrix.shape)
-            whole.copy_(function(matrix, whole))
-        _all_gather(buffer, groups)
-        for (matrix, own), place in zip(batch, places, strict=False):
-            if own is not None:
-                matrix.take_(place[: matrix.numel].view(matrix.shape), own)
+    assert len(batch) <= ranks
+    room = max(matrix.numel for matrix, _ in batch)
+    buffer = like.new_zeros(ranks * room)
+    places = buffer.view(ranks, room)
+    for (matrix, own), place in zip(batch, places, strict=False):
+        if own is not None:
+            matrix.put_(place[: matrix.numel].view(matrix.shape), own)
+    mine, index = _reduce_scatter(buffer, groups)
+    if index < len(batch):
+        matrix = batch[index][0]
+        whole = mine[: matrix.numel].view(matrix.shape)
+        whole.copy_(function(matrix, whole))
+    _all_gather(buffer, groups)
+    for (matrix, own), place in zip(batch, places, strict=False):
+        if own is not None:
+            matrix.take_(place[: matrix.numel].view(matrix.shape), own)
 
 
 def _reduce_scatter(buffer: Tensor, groups: Sequence[Group]) -> tuple[Tensor, int]:
@@ -123,8 +139,3 @@ def _all_gather(buffer: Tensor, groups: Sequence[Group]) -> None:
         parts.append(parts[-1].view(group.size, -1)[group.rank])
     for part, group in zip(reversed(parts[:-1]), reversed(groups), strict=True):
         start_all_gather_into_(part, group).wait()
-
-
-def new_like(own: Tensor) -> Tensor:
-    """A contiguous copy that `map_whole_` may overwrite."""
-    return own.contiguous().clone(memory_format=torch.contiguous_format)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from mcore.device import add_product_
 from mcore.tensor_parallel.cross_entropy import (
     LossOptions,
     accumulation_dtype,
@@ -63,12 +64,8 @@ class _LinearCrossEntropy(Function):
             x = (hidden[run] @ rows.t()).to(wide)
             grad = logit_gradient(x, run, target, lse, grad_output, options).to(hidden.dtype)
             torch.mm(grad, rows, out=grad_hidden[run])
-            if total is None:
-                continue
-            if total.dtype == grad.dtype:
-                total[: options.used].addmm_(grad.t(), hidden[run])
-            else:
-                total[: options.used] += grad.t() @ hidden[run]
+            if total is not None:
+                add_product_(total[: options.used], grad.t(), hidden[run])
         grad_weight = None
         if ctx.needs_input_grad[1] and ctx.main_grad is None:
             assert total is not None

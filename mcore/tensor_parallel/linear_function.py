@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from mcore.device import add_product_
 from mcore.parallel_state import tensor_model_parallel_group_or
 from mcore.tensor_parallel.mappings import AnyGroup
 from mcore.topology.collectives import (
@@ -44,7 +45,7 @@ class LinearWithGradAccumulationAndAsyncCommunication(Function):
     while dW is computed. Without it dx is all-reduced while dW is computed.
 
     Where the data-parallel wrapper gave the weight a `main_grad`, dW is added to it by the same
-    matrix product and no weight gradient is returned.
+    matrix product and no weight gradient is returned (see `add_product_` for wider sums).
 
     Where a pipeline puts dW off (`WeightGradients.work`), backward computes dx only and leaves a
     function that gathers x, computes dW and accumulates it where autograd would have.
@@ -136,10 +137,7 @@ def _weight_gradient(grad_output: Tensor, x: Tensor, main_grad: Tensor | None) -
     rows, columns = grad_output.flatten(0, -2), x.flatten(0, -2)
     if main_grad is None:
         return rows.t().mm(columns)
-    if main_grad.dtype == rows.dtype:
-        main_grad.addmm_(rows.t(), columns)
-    else:
-        main_grad.add_(rows.t().mm(columns))
+    add_product_(main_grad, rows.t(), columns)
     return None
 
 

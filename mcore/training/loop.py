@@ -103,9 +103,9 @@ class Run:
                 if self._exit_is_due():
                     get_logger().info("exiting at iteration %d (--exit-interval)", state.iteration)
                     break
+            settle(state)  # may read the last batch again
         finally:
             close(streams)
-        settle(state)
         self.log.end_interval(state)
         for chunk in state.chunks:
             chunk.finish_param_sync()

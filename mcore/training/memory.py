@@ -3,8 +3,8 @@
 Between steps a rank holds parameters, gradients, main parameters and moments (the table of
 `docs/distributed_optimizer.md`). Inside a step there are also the activations of the microbatches
 in flight, by the pipeline's own plan, and what exists for a moment only: gradients of activations,
-a recomputed layer, the buffers of ZeRO-2, the gathered parameters of ZeRO-3. The peak is the
-largest sum over the step.
+a recomputed layer, the buffers of ZeRO-2, the gathered parameters of ZeRO-3, what the optimizer
+widens. The peak is the largest sum over the step.
 
 The figures are those of a GPT model of `pretrain_gpt.py`. Batches, masks, communication libraries
 and the allocator's own losses are left out.
@@ -25,6 +25,7 @@ from mcore.training.activation_memory import (
 )
 from mcore.training.parameter_count import ParameterCount, count_parameters, vocabulary_rows
 from mcore.training.pipeline_plan import plan_pipeline, plan_split
+from mcore.training.update_memory import update_workspace
 
 #: Default of `--ddp-bucket-size` (see `DistributedDataParallel`).
 _BUCKET, _BUCKET_PER_RANK = 40_000_000, 1_000_000
@@ -194,7 +195,10 @@ def _rank(
     main = max(size, 4)
     gradient = 4 if config.ddp.keeps_grads_wide else size
     moments = moment_bytes(config, total, matrices) // share
-    activations, workspace = _peak(chunks, plan)
+    updating = update_workspace(
+        config, [chunk.count for chunk in chunks], ranks=sharding.ranks, stage=sharding.stage
+    )
+    activations, workspace = _peak(chunks, plan, updating)
     if sharding.stage == 3:
         held = {"parameters": main * total // share, "gradients": main * total // share}
         main_parameters = 0  # the shards are the main parameters
@@ -238,8 +242,8 @@ def moment_bytes(config: RunConfig, total: int, matrices: int) -> int:
     return total * (adam if options.optimizer == "adam" else 4)
 
 
-def _peak(chunks: Sequence[_Chunk], plan: Plan) -> tuple[int, int]:
-    """(activations, workspace) at the largest moment of the plan.
+def _peak(chunks: Sequence[_Chunk], plan: Plan, updating: int) -> tuple[int, int]:
+    """(activations, workspace) at the largest moment of the plan and the update after it.
 
     A microbatch's activations are held from its forward to its backward, or to its W.
     """
@@ -259,12 +263,12 @@ def _peak(chunks: Sequence[_Chunk], plan: Plan) -> tuple[int, int]:
         ends_here = (action.chunk, action.microbatch) not in split
         if ends_here or action.kind is Kind.WEIGHT:
             held -= chunk.activations
-    return best
+    return max(best, (0, updating), key=sum)
 
 
 def memory_table(ranks: Sequence[RankMemory]) -> list[str]:
     """The prediction as lines of text, in MiB."""
-    columns = (
+    columns = [
         "parameters",
         "gradients",
         "main_parameters",
@@ -273,7 +277,9 @@ def memory_table(ranks: Sequence[RankMemory]) -> list[str]:
         "activations",
         "workspace",
         "peak",
-    )
+    ]
+    if any(rank.in_host_memory for rank in ranks):
+        columns.append("in_host_memory")
     header = "pipeline rank | " + " | ".join(name.replace("_", " ") for name in columns)
     lines = [header]
     for rank in ranks:

@@ -10,7 +10,7 @@ What to do about it is not decided here: `find` gives the facts, `refuse` ends t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
@@ -55,12 +55,15 @@ class Evidence:
         losses: of each microbatch, before division and scaling, on the ranks that have them.
         gradients: (microbatch or None, names, largest absolute value of each).
         mean_loss: of the global batch, once it is known.
+        look_again: runs the step's microbatches once more, weights being unchanged, and looks after
+            each of them; None = nobody can. Every rank of the job takes part.
     """
 
     ctx: ParallelContext
     losses: list[Tensor] = field(default_factory=list)
     gradients: list[tuple[int | None, list[str], Tensor]] = field(default_factory=list)
     mean_loss: Tensor | None = None
+    look_again: Callable[[], Evidence] | None = None
 
     def loss_is_finite(self) -> bool:
         """Whether the global batch's loss is a number; waits for the device."""
@@ -160,6 +163,19 @@ def find(evidence: Evidence, chunks: Sequence[DataParallelModule]) -> list[NonFi
         {item for items in everywhere for item in items},
         key=lambda f: (order.index(f.kind), f.microbatch or 0, f.rank, f.parameter or ""),
     )
+
+
+def find_closely(evidence: Evidence, chunks: Sequence[DataParallelModule]) -> list[NonFinite]:
+    """As `find`, and where that tells a gradient's parameter only, with its microbatch.
+
+    For a run that ends here: the step is computed again, over the gradients that are there. Where
+    nothing is found then (it was no property of data and weights), the first findings hold.
+    """
+    found = find(evidence, chunks)
+    causes = {item.kind for item in found}
+    if causes != {"gradient"} or evidence.look_again is None:
+        return found
+    return find(evidence.look_again(), chunks) or found
 
 
 def describe(found: Sequence[NonFinite]) -> str:

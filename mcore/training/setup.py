@@ -149,6 +149,8 @@ def build_state(
         )
     if config.optimizer.optimizer_cpu_offload and runtime.device.type == "cpu":
         warn_ignored("--optimizer-cpu-offload", "the device is the CPU, so all is in host memory")
+    if config.model.cpu_offloading_num_layers and runtime.device.type == "cpu":
+        warn_ignored("--cpu-offloading-num-layers", "activations are in host memory already")
     optimizer = get_megatron_optimizer(config.optimizer, chunks, context=runtime.ctx)
     in_samples = config.training.train_iters is None
     scheduler = get_optimizer_param_scheduler(

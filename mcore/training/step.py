@@ -19,7 +19,7 @@ from mcore.num_microbatches_calculator import (
     NumMicroBatchesCalculator,
 )
 from mcore.pipeline_parallel.executor import ForwardStepFunc
-from mcore.pipeline_parallel.hooks import Observer, ScheduleHooks
+from mcore.pipeline_parallel.hooks import Observer, ScheduleHooks, Unobserved
 from mcore.pipeline_parallel.schedules import get_forward_backward_func
 from mcore.topology.collectives import all_reduce_
 from mcore.topology.context import ParallelContext
@@ -29,7 +29,7 @@ from mcore.training.non_finite import (
     Evidence,
     GradientProbe,
     can_see_own_gradients,
-    find,
+    find_closely,
     refuse,
 )
 from mcore.training.observation import Observation
@@ -162,6 +162,10 @@ class StepFunctions:
         loss, num_tokens = reduce_loss(records, self._runtime)
         if evidence is not None:
             evidence.mean_loss = loss
+            consumed = state.consumed_train_samples
+            evidence.look_again = partial(
+                self._look_again, state, streams, microbatches, state.iteration + 1, consumed
+            )
         settle(state)
         learning_rate, weight_decay = applied_rates(state)
         with self._observation.phase("optimizer"):
@@ -279,6 +283,26 @@ class StepFunctions:
             hooks=hooks,
         )
 
+    def _look_again(
+        self,
+        state: TrainState,
+        streams: Sequence[BatchStream],
+        microbatches: int,
+        iteration: int,
+        consumed: int,
+    ) -> Evidence:
+        """Gradients of a step's microbatches after each backward; see `Evidence.look_again`."""
+        evidence = Evidence(self._runtime.ctx)
+        for chunk in state.chunks:
+            chunk.zero_grad_buffer()
+        state.optimizer.zero_grad()
+        for stream in streams:
+            stream.seek(consumed)
+            stream.iteration = iteration
+        hooks = self._hooks(state, evidence, Unobserved())
+        self._run(state.chunks, streams, hooks, microbatches)
+        return evidence
+
     def _hooks(
         self, state: TrainState, evidence: Evidence | None, closely: Observer | None
     ) -> ScheduleHooks:
@@ -338,7 +362,7 @@ def settle(state: TrainState) -> None:
         state.skipped_train_samples += last.samples
     is_finite = bool(torch.isfinite(last.grad_norm))
     if last.evidence is not None and not (is_finite and last.evidence.loss_is_finite()):
-        found = find(last.evidence, state.chunks)
+        found = find_closely(last.evidence, state.chunks)
         refuse(state.iteration, found, was_applied=applied)
     if applied:
         return

@@ -85,6 +85,7 @@ def train(
     records: Path | None = None,
     dtype: torch.dtype | None = None,
     providers: Providers = PROVIDERS,
+    device: str = "cpu",
 ) -> Records:
     """Run a command line at a layout and return what it recorded.
 
@@ -94,11 +95,12 @@ def train(
         records: the record file, where a test goes on with it.
         dtype: type of the parameters, where no flag reaches it (float64).
         providers: model and data; those of pretrain_gpt.py.
+        device: cpu or cuda.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "records.jsonl") if records is None else records
         words = [*flags, "--metrics-jsonl", str(path)]
-        train_and_inspect(words, layout, dtype=dtype, providers=providers)
+        train_and_inspect(words, layout, dtype=dtype, providers=providers, device=device)
         return read_records(path)
 
 
@@ -109,9 +111,10 @@ def train_and_inspect(
     *,
     dtype: torch.dtype | None = None,
     providers: Providers = PROVIDERS,
+    device: str = "cpu",
 ) -> list[Any]:
     """Run a command line at a layout and return what `inspect` says on every rank."""
-    words = [*flags, *layout.flags, "--device", "cpu"]
+    words = [*flags, *layout.flags, "--device", device]
     work = (words, inspect, dtype, providers)
     if layout.world_size > 1:
         return run_distributed(_run_here, layout.world_size, *work, timeout=TIMEOUT_SECONDS)

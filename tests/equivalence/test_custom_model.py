@@ -7,7 +7,14 @@ import pytest
 from examples import custom_model
 from mcore.training.pretrain import Providers
 from pretrain_gpt import datasets_provider
-from tests.equivalence.program import Layout, largest_difference, train, without_rates
+from tests.equivalence.copies import count_copies, held_elements
+from tests.equivalence.program import (
+    Layout,
+    largest_difference,
+    train,
+    train_and_inspect,
+    without_rates,
+)
 from tests.equivalence.tiny import command
 
 PROVIDERS = Providers(datasets_provider, custom_model.ShiftModel, custom_model.forward_step)
@@ -34,6 +41,15 @@ def test_it_learns_saves_and_resumes_alike(corpus, tmp_path):
     assert whole[-1]["lm_loss"] < whole[0]["lm_loss"]
     run(corpus, broken, 6, Layout(), "--exit-interval 4")
     assert without_rates(run(corpus, broken, 6, Layout())) == without_rates(whole)
+
+
+def test_data_parallel_ranks_have_the_same_weights(corpus):
+    """Scenario B10: the example reduces its gradients, whatever its own code leaves out."""
+    words = command(corpus, 5, FLAGS)
+    counts = count_copies(
+        train_and_inspect(words, Layout(dp=2), held_elements, providers=PROVIDERS)
+    )
+    assert set().union(*counts.values()) == {2}
 
 
 @pytest.mark.dist

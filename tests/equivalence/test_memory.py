@@ -10,6 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from mcore.config.tokenizer import TokenizerConfig
 from mcore.errors import ConfigError
+from mcore.optimizer import gradients
 from mcore.training.arguments import build_config, parse
 from mcore.training.memory import memory_table, predict_memory
 from pretrain_gpt import datasets_provider, forward_step, model_provider
@@ -98,6 +99,93 @@ def test_the_peak_inside_a_step_is_the_predicted_one(corpus, flags, layout):
         rank = predicted[pipeline_rank]
         assert numel == rank.num_parameters
         assert rank.activations + rank.workspace == pytest.approx(peak, rel=0.1)
+
+
+TOKENS = "--seq-length 16 --micro-batch-size 1 --global-batch-size 1 --vocab-size 5000"
+LOW = "--bf16 --main-grads-dtype bf16"
+
+
+@pytest.mark.parametrize("pieces", [50_000, None])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        LOW,
+        f"{LOW} --optimizer lion",
+        pytest.param(f"{LOW} --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16", marks=pytest.mark.full),
+        pytest.param(f"{LOW} --optimizer sgd", marks=pytest.mark.full),
+        pytest.param("--optimizer lion", marks=pytest.mark.full),
+        pytest.param("--optimizer muon", marks=pytest.mark.full),
+        pytest.param(f"{LOW} --optimizer muon", marks=pytest.mark.full),
+    ],
+)
+def test_the_peak_where_the_update_is_the_largest_moment(corpus, monkeypatch, flags, pieces):
+    """Few tokens: the update widens gradients, all of them or, as with large models, in pieces."""
+    if pieces is not None:
+        monkeypatch.setattr(gradients, "PIECE_ELEMENTS", pieces)
+    words = command(corpus, 2, SHAPE, TOKENS, flags)
+    (rank,) = predict_memory(build_config(parse(words)), 1)
+    ((_, peak, numel),) = train_and_inspect(words, SINGLE, peak_of_the_step, providers=PROVIDERS)
+    assert numel == rank.num_parameters
+    assert rank.activations + rank.workspace == pytest.approx(peak, rel=0.1)
+    if pieces is not None:
+        assert peak < 4 * numel
+
+
+def held_bytes(state):
+    """Pipeline rank and bytes of parameters, gradients, main parameters and moments."""
+    kinds = {"parameters": [], "gradients": [], "main_parameters": [], "moments": []}
+    for chunk in state.chunks:
+        kinds["parameters"] += [part.data for part in chunk.held_parts()]
+        if chunk.ddp_config.sharding_stage == 3:
+            grads = [chunk.own_grad(param) for _, param in chunk.trained_parameters()]
+        else:
+            grads = [bucket.grad_data for bucket in chunk.buckets]
+        kinds["gradients"] += grads
+    for _, tensors in state.optimizer.state_parts():
+        for kind, tensor in tensors.items():
+            place = "main_parameters" if kind == "main_param" else "moments"
+            kinds[place].append(tensor)
+    sizes = {
+        kind: sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        for kind, tensors in kinds.items()
+    }
+    return state.chunks[0].context.pp.rank, sizes
+
+
+@pytest.mark.parametrize(
+    ("flags", "layout"),
+    [
+        ("--bf16 --zero-stage 1", Layout(pp=2, dp=2)),
+        *(
+            pytest.param(f"{flags} --zero-stage {stage}", layout, marks=pytest.mark.full)
+            for flags in ("", "--bf16", LOW, "--optimizer lion", "--optimizer muon")
+            for stage in range(4)
+            for layout in (Layout(dp=2), Layout(pp=2, dp=2))
+        ),
+    ],
+    ids=layout_id,
+)
+def test_the_table_tells_what_is_held_between_steps(corpus, flags, layout):
+    words = command(corpus, 1, SHAPE, flags)
+    predicted = predict_memory(build_config(parse([*words, *layout.flags])), layout.world_size)
+    measured = {}
+    for pipeline_rank, sizes in train_and_inspect(words, layout, held_bytes):
+        for kind, size in sizes.items():
+            measured.setdefault((pipeline_rank, kind), []).append(size)
+    for (pipeline_rank, kind), sizes in measured.items():
+        wanted = getattr(predicted[pipeline_rank], kind)
+        if kind == "main_parameters" and "--bf16" in flags and "stage 3" in flags:
+            continue  # the shards are the main parameters, and told as parameters
+        assert sum(sizes) / len(sizes) == pytest.approx(wanted, rel=0.03), kind
+
+
+def test_the_table_tells_what_goes_to_the_host(corpus):
+    words = command(corpus, 2, "--bf16 --optimizer-cpu-offload --device cuda")
+    ranks = predict_memory(build_config(parse(words)), 1)
+    header, line = memory_table(ranks)
+    assert header.endswith("in host memory")
+    assert float(line.split("|")[-1]) == pytest.approx(ranks[0].in_host_memory / 2**20, abs=0.05)
+    assert ranks[0].in_host_memory == 12 * ranks[0].num_parameters
 
 
 def test_the_table_has_a_line_for_every_pipeline_rank(corpus):

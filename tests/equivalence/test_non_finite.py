@@ -149,6 +149,52 @@ def test_a_broken_gradient_is_named(corpus, flags):
     assert "loss of" not in str(caught.value)
 
 
+#: A sample of the second iteration.
+SPOILED = 6
+
+
+class _SeesSamples:
+    def __init__(self, inner):
+        self._inner, self.samples = inner, []
+
+    def __next__(self):
+        batch = next(self._inner)
+        self.samples = batch["dropout_state"].sample_index.tolist()
+        return batch
+
+
+def spoiling_forward_step(data_iterator, model):
+    """The gradient of one sample is infinite, whenever it is computed; its loss is not."""
+    seen = _SeesSamples(data_iterator)
+    output, loss_func = forward_step(seen, model)
+    if SPOILED in seen.samples:
+        output.register_hook(lambda grad: grad * math.inf)
+    return output, loss_func
+
+
+@pytest.mark.parametrize(
+    ("layout", "flags", "microbatch"),
+    [
+        (SINGLE, "", 2),
+        (Layout(dp=2), "--zero-stage 2", 1),
+        pytest.param(Layout(dp=2), "", 1, marks=pytest.mark.full),
+        pytest.param(Layout(dp=2), "--overlap-grad-reduce", 1, marks=pytest.mark.full),
+        pytest.param(Layout(dp=2), "--zero-stage 3", 1, marks=pytest.mark.full),
+        pytest.param(Layout(pp=2), "", 2, marks=pytest.mark.full),
+    ],
+    ids=layout_id,
+)
+@pytest.mark.parametrize("iterations", [2, 4])
+def test_the_microbatch_of_a_broken_gradient_is_named(
+    corpus, layout, flags, microbatch, iterations
+):
+    """The step is computed again before the run ends, be it in the next step or at the end."""
+    providers = Providers(datasets_provider, model_provider, spoiling_forward_step)
+    wanted = f"iteration 2: NaN or infinity: gradient of .* from microbatch {microbatch}"
+    with pytest.raises(Exception, match=wanted):
+        train_and_inspect(command(corpus, iterations, flags), layout, providers=providers)
+
+
 def probe_each_microbatch(state):
     """Run three backwards by hand under the probe; the last is spoiled."""
     chunk, evidence = state.chunks[0], Evidence(state.chunks[0].context)

@@ -81,3 +81,21 @@ def test_overlap_with_a_slow_rank_changes_no_bit(corpus, layout, stage, iteratio
     assert series(late, "lm_loss") == series(plain, "lm_loss")
     assert largest_relative_difference(late, plain) <= 1e-6
     assert late[-1]["lm_loss"] < late[0]["lm_loss"] - 0.3
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("layout", "stage"), [(Layout(dp=2), 1), (Layout(dp=4), 1), (Layout(dp=2), 2)], ids=str
+)
+def test_each_forward_uses_the_weights_of_the_step_before(corpus, tmp_path, layout, stage):
+    """Scenario B08: the losses of the overlapped run against those of the weights on disk."""
+    options, save = f"--zero-stage {stage}", str(tmp_path / "save")
+    overlap = "--overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 1"
+    providers = Providers(datasets_provider, model_provider, slow_forward_step)
+    late = train(command(corpus, 6, options, overlap), layout, providers=providers)
+    train(command(corpus, 6, options, "--save-interval 1 --save", save), layout)
+    for step in range(1, 6):
+        words = ["--load", save, "--ckpt-step", str(step), "--exit-interval", str(step + 1)]
+        (record,) = train([*command(corpus, 6), *words])
+        assert record["iteration"] == step + 1
+        assert abs(record["lm_loss"] - late[step]["lm_loss"]) <= 1e-6

@@ -1,14 +1,14 @@
 """All copies of a logically single number stay bit-identical over a run.
 
-Every rank reports which rows of which global parameter it holds; wherever two ranks hold the same
-row, it must be the same bits: data-parallel copies, norms and row-parallel biases over tensor
-ranks, replicated key and value heads, the tied embedding on the first and the last stage.
+Every rank reports which elements of which global parameter and state it holds; wherever two ranks
+hold the same, it must be the same bits: data-parallel copies, norms and row-parallel biases over
+tensor ranks, replicated key and value heads, the tied embedding on the first and the last stage.
+`test_sharding.py` asks the same at every ZeRO stage.
 """
 
 import pytest
-import torch
 
-from mcore.topology.param_sharding import global_named_parameters, sharding_of
+from tests.equivalence.copies import count_copies, held_elements
 from tests.equivalence.program import Layout, layout_id, train_and_inspect
 from tests.equivalence.tiny import command
 
@@ -18,32 +18,6 @@ OPTIONS = {
     "--ffn-hidden-size 48 --position-embedding-type rope",
     "bf16": "--bf16 --overlap-grad-reduce --ddp-num-buckets 3",
 }
-
-
-def held_rows(state):
-    """(parameter, place of the first row) -> rows, of every piece that this rank holds."""
-    rows = {}
-    for chunk in state.chunks:
-        for name, param in global_named_parameters(chunk.module):
-            for piece, view in sharding_of(param, chunk.context.tp).views(param.detach()):
-                rows[name, piece.global_start, piece.length] = view.clone()
-    for name, param, tensors in state.optimizer.named_states():
-        sharding = sharding_of(param, state.optimizer.context.tp)
-        for kind, tensor in tensors.items():
-            for piece, view in sharding.views(tensor):
-                rows[f"{kind} of {name}", piece.global_start, piece.length] = view.clone()
-    return rows
-
-
-def copies(ranks):
-    """Number of copies of every piece; all of them have to be equal."""
-    first, counts = {}, {}
-    for rank, rows in enumerate(ranks):
-        for key, tensor in rows.items():
-            original = first.setdefault(key, tensor)
-            assert torch.equal(tensor, original), f"{key} on rank {rank}"
-            counts[key] = counts.get(key, 0) + 1
-    return counts
 
 
 @pytest.mark.parametrize(
@@ -61,10 +35,9 @@ def copies(ranks):
 )
 def test_copies_are_bit_identical_after_20_steps(corpus, variant, layout):
     words = command(corpus, 20, OPTIONS[variant])
-    counts = copies(train_and_inspect(words, layout, held_rows))
+    counts = count_copies(train_and_inspect(words, layout, held_elements))
     for name, wanted in wanted_copies(variant, layout).items():
-        held = {count for key, count in counts.items() if key[0] == name}
-        assert held == {wanted}, name
+        assert counts[name] == {wanted}, name
 
 
 def wanted_copies(variant, layout):
@@ -86,9 +59,8 @@ def wanted_copies(variant, layout):
 def test_replicated_key_and_value_heads_are_compared(corpus):
     """One query group at tp 4: the rows of its key and value are on all four ranks."""
     words = command(corpus, 2, OPTIONS["multi-query"])
-    counts = copies(train_and_inspect(words, Layout(tp=4), held_rows))
-    name = "decoder.layers.2.self_attention.linear_qkv.weight"
-    assert sorted(count for key, count in counts.items() if key[0] == name) == [1, 1, 1, 1, 4]
+    counts = count_copies(train_and_inspect(words, Layout(tp=4), held_elements))
+    assert counts["decoder.layers.2.self_attention.linear_qkv.weight"] == {1, 4}
 
 
 @pytest.mark.full
@@ -105,6 +77,5 @@ def test_tied_copies_stay_equal_through_a_resume(corpus, tmp_path, layout, preci
         resumes = [] if extra else ["--load", save]
         if more == ["--exit-interval", "100"]:
             extra = [*more, "--overwrite-save"]
-        counts = copies(train_and_inspect([*words, *extra, *resumes], layout, held_rows))
-        held = {count for key, count in counts.items() if key[0] == name}
-        assert held == {2 * layout.dp}
+        counts = count_copies(train_and_inspect([*words, *extra, *resumes], layout, held_elements))
+        assert counts[name] == {2 * layout.dp}

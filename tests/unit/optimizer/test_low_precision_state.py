@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from mcore.errors import ConfigError
-from mcore.optimizer import OptimizerConfig, adam, get_megatron_optimizer
+from mcore.optimizer import OptimizerConfig, get_megatron_optimizer, gradients
 
 BETA1, BETA2, LR, EPS = 0.9, 0.95, 0.01, 1e-8
 
@@ -38,11 +38,12 @@ def plain_update(param, first, second, step, decay, dtypes):
     return m.to(dtypes[0]), v.to(dtypes[1])
 
 
+@pytest.mark.parametrize("pieces", [30, 4])  # parameters together, and parameters in parts
 @pytest.mark.parametrize(
     "names", [("bf16", "bf16"), ("bf16", "fp32"), ("fp32", "bf16")], ids="-".join
 )
-def test_equals_the_formula(monkeypatch, names):
-    monkeypatch.setattr(adam, "_BATCH_ELEMENTS", 30)  # several batches
+def test_equals_the_formula(monkeypatch, names, pieces):
+    monkeypatch.setattr(gradients, "PIECE_ELEMENTS", pieces)  # several batches
     ours, theirs = make_net(), make_net()
     optimizer = optimizer_of(ours, exp_avg_dtype=names[0], exp_avg_sq_dtype=names[1])
     dtypes = [{"bf16": torch.bfloat16, "fp32": torch.float32}[name] for name in names]

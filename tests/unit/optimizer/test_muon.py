@@ -16,7 +16,7 @@ from mcore.optimizer.newton_schulz import (
     split_rows,
     update_scale,
 )
-from mcore.optimizer.whole_matrices import DealtMatrix, map_whole_
+from mcore.optimizer.whole_matrices import DealtMatrix, batches_of, map_whole_
 from mcore.testing import run_distributed
 from mcore.topology.flat_range import FlatRange
 from mcore.topology.param_sharding import even_rows
@@ -213,7 +213,9 @@ def double_everywhere(shapes):
         own = local.reshape(-1)[start:end].clone() if run is not None else None
         dealt.append((DealtMatrix(f"m{number}", sharding, run), own))
         wholes.append((local, start, end, whole))
-    map_whole_(dealt, lambda _, w: w @ w.t() @ w, (context.dp, context.tp), torch.zeros(0).double())
+    axes = (context.dp, context.tp)
+    for batch in batches_of(dealt, axes):
+        map_whole_(batch, lambda _, w: w @ w.t() @ w, axes, torch.zeros(0).double())
     results = []
     for (_, own), (local, start, end, whole) in zip(dealt, wholes, strict=True):
         first = context.tp.rank * local.shape[0]

@@ -89,7 +89,7 @@ def test_a_stage_without_parameters():
     optimizer = get_megatron_optimizer(OptimizerConfig(lr=1.0), [nn.Identity()])
     assert optimizer.step().grad_norm == 0
     assert len(optimizer.param_groups) == 2
-    assert optimizer.step_count == 0
+    assert optimizer.step_count == 1  # as on the ranks that have some
 
 
 def test_frozen_parameters_stay():

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 from mcore.tensor_parallel.cross_entropy import LossOptions, vocab_parallel_cross_entropy
 from mcore.tensor_parallel.linear_cross_entropy import linear_cross_entropy
+from mcore.topology.group import Group
 from tests.unit.tensor_parallel.helpers import run_at
 
 S, B, H, V = 6, 2, 8, 11  # the vocabulary is padded to 12
@@ -73,6 +74,57 @@ def _check_at(group, smoothing, z, sequence_parallel, fused, tokens_per_chunk):
 )  # fmt: skip
 def test_equals_the_plain_formula(tp, smoothing, z, sequence_parallel, fused, chunk):
     run_at(tp, _check_at, smoothing, z, sequence_parallel, fused, chunk)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_low_precision_inputs(dtype, fused):
+    """Against fp64 of the same rounded inputs: loss in fp32, sums over chunks in fp32."""
+    hidden, weight, target, grad = _inputs(dtype)
+    wide_hidden, wide_weight = (x.double().requires_grad_() for x in (hidden, weight))
+    expected = _plain(wide_hidden, wide_weight, target, 0.1, 0.01)
+    expected.backward(grad)
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    if fused:
+        weight.main_grad = torch.zeros(weight.shape)
+    options = LossOptions(Group.single("tp"), 12, V, 0.1, 0.01, chunk_elements=5 * 12)
+    loss = linear_cross_entropy(
+        hidden,
+        weight,
+        target,
+        options,
+        sequence_parallel=False,
+        gradient_accumulation_fusion=fused,
+    )
+    assert loss.dtype == torch.float32
+    loss.backward(grad.float())
+    unit = torch.finfo(dtype).eps
+    torch.testing.assert_close(loss.double(), expected, rtol=4 * unit, atol=4 * unit)
+    weight_grad = weight.main_grad if fused else weight.grad
+    for got, wanted in ((hidden.grad, wide_hidden.grad), (weight_grad, wide_weight.grad)):
+        assert (got.double() - wanted).abs().max() <= 4 * unit * wanted.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_logits_past_the_range_of_fp16(dtype):
+    """Products of finite fp16 numbers that fp16 cannot hold: the loss stays finite."""
+    hidden = torch.full((1, 1, 4), 150.0, dtype=dtype, requires_grad=True)
+    weight = torch.stack([torch.full((4,), x) for x in (100.0, -100.0, 50.0)]).to(dtype)
+    weight.requires_grad_()
+    options = LossOptions(Group.single("tp"), 3, 3)
+    loss = linear_cross_entropy(
+        hidden,
+        weight,
+        torch.tensor([[2]]),
+        options,
+        sequence_parallel=False,
+        gradient_accumulation_fusion=False,
+    )
+    assert loss.item() == pytest.approx(30000.0, rel=1e-2)
+    loss.sum().backward()
+    assert hidden.grad.flatten().tolist() == pytest.approx([50.0] * 4)
+    assert torch.isfinite(weight.grad).all()
 
 
 def _check_given_logits(group, smoothing, z):

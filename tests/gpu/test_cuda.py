@@ -1,0 +1,144 @@
+"""What only a GPU shows: `make test-gpu`. Everywhere else these tests are left out by their marker.
+
+They have not run yet (`docs/verified.md`).
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from mcore import device
+from mcore.device import HostTransfer, host_copy
+from tests.equivalence.program import (
+    largest_difference,
+    largest_relative_difference,
+    train,
+    without_rates,
+)
+from tests.equivalence.tiny import command, write_corpus
+from tests.unit.optimizer.test_offload import backward, make_net, optimizer_of
+
+pytestmark = pytest.mark.gpu
+
+ROOT = Path(__file__).parents[2]
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(scope="session", autouse=True)
+def gpu(request):
+    if torch.cuda.is_available():
+        return torch.device("cuda", 0)
+    if request.config.getoption("markexpr") == "gpu":
+        pytest.fail("these tests need a GPU, and torch sees none")
+    pytest.skip("torch sees no GPU")
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "text")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_transfers_beside_a_busy_device(gpu, dtype):
+    """Copies of what a long product is still making, while the host looks elsewhere."""
+    transfer = HostTransfer(gpu)
+    factor = torch.full((4096, 4096), 1.0 / 4096, device=gpu)
+    places = [host_copy(torch.zeros(4096, 4096)) for _ in range(2)]
+    back = [torch.zeros(4096, 4096, dtype=dtype, device=gpu) for _ in places]
+    for turn in range(1, 4):
+        sources = []
+        for number in range(len(places)):
+            x = torch.full((4096, 4096), float(turn + number), device=gpu)
+            for _ in range(10):
+                x = x @ factor
+            sources.append(x.to(dtype))
+        transfer.start_to_host(zip(sources, places, strict=True))
+        transfer.wait_for_host()
+        for number, place in enumerate(places):
+            assert (place - (turn + number)).abs().max() < 0.1
+            place.mul_(2.0)
+        transfer.to_device(zip(places, back, strict=True))
+        for number, result in enumerate(back):
+            assert (result.float() - 2.0 * (turn + number)).abs().max() < 0.2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("fraction", [0.4, 1.0])
+def test_offloaded_state_gives_the_same_numbers(gpu, dtype, fraction):
+    """Host and device round alike but for the order of a few operations."""
+    plain, moved = make_net(dtype).to(gpu), make_net(dtype).to(gpu)
+    ours = optimizer_of(moved, optimizer_cpu_offload=True, optimizer_offload_fraction=fraction)
+    theirs = optimizer_of(plain)
+    assert any(item.is_offloaded for item in ours.params)
+    for step in range(4):
+        for net in (plain, moved):
+            backward(net, step)
+        if step == 2:
+            for net in (plain, moved):
+                net[0].bias.grad[0] = torch.nan
+        first, second = ours.step(), theirs.step()
+        assert torch.equal(first.update_successful, second.update_successful)
+        for p, q in zip(moved.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-6 if dtype == torch.float32 else 8e-3, atol=0)
+    assert ours.step_count == theirs.step_count == 3
+
+
+def test_offloaded_activations_change_no_bit(corpus):
+    words = command(corpus, 4)
+    plain = train(words, device="cuda")
+    moved = train([*words, "--cpu-offloading-num-layers", "3"], device="cuda")
+    assert without_rates(moved) == without_rates(plain)
+
+
+def test_training_equals_the_cpu(corpus):
+    words = command(corpus, 4)
+    ours, theirs = train(words, device="cuda"), train(words)
+    assert largest_difference(ours, theirs) <= TOLERANCE
+    assert largest_relative_difference(ours, theirs) <= 10 * TOLERANCE
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_wide_sum_takes_a_product_without_rounding_it(gpu, dtype):
+    left = torch.randn(1024, 512, device=gpu).to(dtype)
+    right = torch.randn(512, 1024, device=gpu).to(dtype)
+    total = torch.ones(1024, 1024, device=gpu)
+    device.add_product_(total, left, right)  # the library may take memory of its own at first
+    total.fill_(1.0)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    device.add_product_(total, left, right)
+    wanted = 1.0 + left.double() @ right.double()
+    assert torch.cuda.max_memory_allocated() - before < 2 * 1024 * 1024 or not (
+        device._adds_wide_products(gpu, dtype, torch.float32)
+    )
+    rounded = 0.0 if device._adds_wide_products(gpu, dtype, torch.float32) else 0.5
+    torch.testing.assert_close(total.double(), wanted, rtol=0, atol=1e-3 + rounded)
+
+
+def test_overlap_on_streams_changes_no_bit(corpus, tmp_path):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    found = []
+    for number, overlap in enumerate(
+        ([], ["--overlap-grad-reduce", "--overlap-param-gather", "--ddp-bucket-size", "1"])
+    ):
+        path = tmp_path / f"{number}.jsonl"
+        words = command(corpus, 6, "--zero-stage 1 --clip-grad 0 --device cuda", *overlap)
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        subprocess.run(
+            [
+                *launcher,
+                *("--nproc-per-node", "2", str(ROOT / "pretrain_gpt.py"), *words),
+                *("--metrics-jsonl", str(path)),
+            ],
+            check=True,
+            timeout=300,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        found.append([json.loads(line)["lm_loss"] for line in path.read_text().splitlines()])
+    assert found[0] == found[1]
