@@ -9,6 +9,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -98,9 +99,10 @@ def main() -> None:
     heads: dict[str, Head] = {"torch": torch_head, "chunked": chunked, "fused": fused}
     predicted = formulas(options.tokens, options.hidden, options.vocabulary)
     reference: list[Tensor] = []
-    peaks, times = {}, {name: [] for name in heads}
+    peaks: dict[str, int] = {}
+    times: dict[str, list[float]] = {name: [] for name in heads}
     for name, head in heads.items():
-        peaks[name] = peak_of(lambda head=head: run(head, hidden, weight, target))
+        peaks[name] = peak_of(partial(run, head, hidden, weight, target))
         loss = run(head, hidden, weight, target)
         assert hidden.grad is not None
         assert weight.grad is not None

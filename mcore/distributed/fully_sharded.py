@@ -118,8 +118,9 @@ class FullyShardedDataParallel(DataParallelModule):
         ]
         self._by_id = {id(shard.param): shard for shard in self._shards}
         self.replicas = find_replicas(module, self.context)
-        named = [(n, unit) for n, unit in module.named_modules() if isinstance(unit, FSDPModule)]
-        self._agreement = UnitAgreement(named, self.groups.all, self._shards[0].data.device)
+        gathered = set(self._units())
+        units = [(name, unit) for name, unit in module.named_modules() if unit in gathered]
+        self._agreement = UnitAgreement(units, self.groups.all, self._shards[0].data.device)
 
     def _deal_out(self, dtypes: dict[nn.Parameter, torch.dtype]) -> None:
         """Hand the units to `fully_shard`, each with the one dtype that it computes with."""

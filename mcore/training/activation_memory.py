@@ -108,30 +108,34 @@ def block_activations(
 
 
 def head_activations(
-    config: RunConfig, tokens: int, *, accumulates_in_place: bool
+    config: RunConfig, tokens: int, *, accumulates: bool, rounds: bool
 ) -> HeadActivations:
     """What the output head keeps and needs on one tensor-parallel rank.
 
     Args:
         config: the model.
         tokens: tokens of a microbatch.
-        accumulates_in_place: the output matrix's gradient is added to the accumulated one by the
-            product that makes it.
+        accumulates: the output matrix's gradient is added to the accumulated one where it is made.
+        rounds: that is wider, so that the product exists by itself for a moment, and once more as
+            wide as that, as on the CPU.
     """
     model, rows = config.model, vocabulary_rows(config)
     size, h = model.params_dtype.itemsize, model.hidden_size
     own = _own_tokens(model, tokens)
     kept = _norm_kept(model, own) + own * h * size
     logits = tokens * rows
-    in_place = accumulates_in_place and size == 4
+    in_place = accumulates and not rounds
     if model.cross_entropy_loss_fusion or logits > FUSE_FROM:
         chunk = min(logits, FUSED_CHUNK)
         kept += (tokens - own) * h * size  # gathered along the sequence, and kept so
         gradients = chunk * 4 + tokens * h * size + (chunk * size if size < 4 else 0)
-        # A product that cannot be added in place is made in float32 for the whole matrix.
-        return HeadActivations(kept, gradients + (0 if in_place else rows * h * 4))
+        summed = 0 if accumulates else rows * h * 4  # over chunks, in float32
+        product = 0 if in_place or size == 4 else rows * h * (size + 4)
+        return HeadActivations(kept, gradients + summed + product)
     gradients = logits * size + min(logits, CHUNK_ELEMENTS) * 4
-    product = tokens * h * size + (0 if in_place else rows * h * size)
+    product = tokens * h * size
+    if not in_place:
+        product += rows * h * (size + (4 if accumulates else 0))
     return HeadActivations(kept + logits * size, max(gradients, logits * size + product))
 
 

@@ -152,8 +152,9 @@ def _chunk(
     moments.append((0, count.embedding * size))
     activations = kept
     if count.final_norm:
-        in_place = config.model.gradient_accumulation_fusion and sharding.accumulates_in_place
-        head = head_activations(config, tokens, accumulates_in_place=in_place)
+        accumulates = config.model.gradient_accumulation_fusion and sharding.accumulates_in_place
+        of_gradient = 4 if config.ddp.keeps_grads_wide else size
+        head = head_activations(config, tokens, accumulates=accumulates, rounds=size < of_gradient)
         activations += head.kept
         moments.append((activations, head.gradients))
     return _Chunk(count, activations, tuple(moments), _sharded_workspace(config, count, sharding))

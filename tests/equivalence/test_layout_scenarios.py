@@ -24,6 +24,7 @@ from mcore.checkpoint import read_tensors
 from mcore.errors import McoreError
 from mcore.training.pretrain import Providers
 from pretrain_gpt import datasets_provider, forward_step, model_provider
+from tests.equivalence.copies import count_copies, held_elements
 from tests.equivalence.program import (
     SINGLE,
     Layout,
@@ -34,7 +35,6 @@ from tests.equivalence.program import (
     train,
     train_and_inspect,
 )
-from tests.equivalence.test_replicas import copies, held_rows
 from tests.equivalence.tiny import command
 
 full = pytest.mark.full
@@ -102,8 +102,10 @@ def test_replicated_heads_after_300_steps(corpus, layout, dropout):
     """A09."""
     options = f"--group-query-attention --num-query-groups 1 --hidden-dropout {dropout}"
     words = command(corpus, 300, options, f"--attention-dropout {dropout}")
-    counts = copies(train_and_inspect(words, layout, held_rows))
-    assert max(count for key, count in counts.items() if "linear_qkv" in key[0]) == layout.tp
+    counts = count_copies(train_and_inspect(words, layout, held_elements))
+    assert (
+        max(n for name, found in counts.items() if "linear_qkv" in name for n in found) == layout.tp
+    )
 
 
 @pytest.mark.parametrize(

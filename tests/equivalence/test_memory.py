@@ -166,7 +166,7 @@ def held_bytes(state):
     ids=layout_id,
 )
 def test_the_table_tells_what_is_held_between_steps(corpus, flags, layout):
-    words = command(corpus, 1, SHAPE, flags)
+    words = command(corpus, 2, SHAPE, flags)
     predicted = predict_memory(build_config(parse([*words, *layout.flags])), layout.world_size)
     measured = {}
     for pipeline_rank, sizes in train_and_inspect(words, layout, held_bytes):

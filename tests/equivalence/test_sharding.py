@@ -85,6 +85,18 @@ def is_daily(session):
     return not any(item.get_closest_marker("full") for item in session.items)
 
 
+def shortened(session):
+    return ["--exit-interval", "4"] if is_daily(session) else []
+
+
+def assert_equals_beginning(records, reference, session):
+    """All iterations, or the first few: step 1 shows a wrong sum in its norm."""
+    whole = len(reference["iterations"])
+    assert len(records) == (4 if is_daily(session) else whole)
+    iterations = reference["iterations"][: len(records)]
+    assert_equals_reference(records, {**reference, "iterations": iterations})
+
+
 def assert_copies_are_equal(ranks, stage, layout):
     """All holders of a number agree, and those that should hold a replicated one are compared."""
     counts = count_copies(ranks)
@@ -109,24 +121,19 @@ def test_training_equals_the_reference(
     words = [*family.command(1), "--zero-stage", str(stage), *RECOMPUTE[recompute].split()]
     if overlap:
         words += [*OVERLAP.split(), *(["--overlap-param-gather"] if stage in (1, 2) else [])]
-    if is_daily(request.session):
-        words += ["--exit-interval", "4"]
+    words += shortened(request.session)
     path = tmp_path / "records.jsonl"
     ranks = train_and_inspect([*words, "--metrics-jsonl", str(path)], layout, held_elements)
     assert_copies_are_equal(ranks, stage, layout)
-    records = read_records(path)
-    reference = dict(family.reference)
-    reference["iterations"] = reference["iterations"][: len(records)]
-    assert len(records) == (4 if is_daily(request.session) else 20)
-    assert_equals_reference(records, reference)
+    assert_equals_beginning(read_records(path), family.reference, request.session)
 
 
 @pytest.mark.golden
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_three_ranks_and_counts_that_do_not_divide(families, stage):  # noqa: F811
+def test_three_ranks_and_counts_that_do_not_divide(families, request, stage):  # noqa: F811
     family = families("gpt2_8layers")
-    records = train([*family.command(1), "--zero-stage", str(stage)], Layout(dp=3))
-    assert_equals_reference(records, family.reference)
+    words = [*family.command(1), "--zero-stage", str(stage), *shortened(request.session)]
+    assert_equals_beginning(train(words, Layout(dp=3)), family.reference, request.session)
 
 
 ODD = "--hidden-size 36 --num-attention-heads 3 --ffn-hidden-size 46"
@@ -157,10 +164,18 @@ def test_hybrid_sharding_and_odd_sizes(corpus, odd_reference, layout, flags):
 @pytest.mark.parametrize(
     ("first", "second"),
     [
-        (("--zero-stage 1", Layout(dp=2)), ("--zero-stage 3", Layout(dp=4))),
+        pytest.param(
+            ("--zero-stage 1", Layout(dp=2)),
+            ("--zero-stage 3", Layout(dp=4)),
+            marks=pytest.mark.full,
+        ),
         (("--zero-stage 3", Layout(tp=2, dp=2)), ("--zero-stage 2", Layout(pp=2, dp=2))),
         (("--bf16 --zero-stage 3", Layout(dp=2)), ("--bf16", Layout(dp=2))),
-        (("--bf16 --zero-stage 1", Layout(dp=2)), ("--bf16 --zero-stage 3", Layout(dp=2))),
+        pytest.param(
+            ("--bf16 --zero-stage 1", Layout(dp=2)),
+            ("--bf16 --zero-stage 3", Layout(dp=2)),
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_a_run_goes_on_at_another_stage(corpus, tmp_path, first, second):

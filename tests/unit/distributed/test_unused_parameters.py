@@ -86,7 +86,7 @@ def reference(used):
     for kwargs, mine in zip(used, make_data(), strict=True):
         for x in mine:
             (net(x, **kwargs).square().sum() / 2).backward()
-    zero = torch.zeros(())
+    zero = torch.zeros((), dtype=torch.float64)
     return {n: (zero if p.grad is None else p.grad) for n, p in net.named_parameters()}
 
 
@@ -157,7 +157,7 @@ def mixed(names):
     for name, unit in net.named_modules():
         if isinstance(unit, nn.Linear):
             unit.register_forward_pre_hook(
-                lambda module, _, name=name: seen.setdefault(name, module.weight.dtype)
+                lambda module, _, name=name: seen.update({name: module.weight.dtype})
             )
     x = torch.ones(2, 6, dtype=torch.bfloat16)
     for layer in net.layers:
