@@ -24,7 +24,7 @@ from mcore.data.builder import Datasets, build_train_valid_test_datasets
 from mcore.data.corpus_meta import TokenizerIdentity
 from mcore.data.sft_builder import build_sft_datasets
 from mcore.models.gpt import GPTModel
-from mcore.tokenizers import build_tokenizer, encode_texts, fingerprint
+from mcore.tokenizers import build_tokenizer, encode_segments, fingerprint, start_ids
 from mcore.training import Stage, corpus_files, pretrain
 from mcore.transformer import AttentionMask, DropoutState
 
@@ -63,8 +63,9 @@ def datasets_provider(
             sizes=sizes,
             seq_length=config.training.seq_length,
             seed=config.training.seed,
-            encode=partial(encode_texts, tokenizer),
+            encode=partial(encode_segments, tokenizer),
             eod_id=tokenizer.eod,
+            start_ids=start_ids(tokenizer),
             budget=config.training.max_tokens_per_microbatch,
         )
     return build_train_valid_test_datasets(

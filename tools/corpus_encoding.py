@@ -27,7 +27,7 @@ from mcore.config.tokenizer import TokenizerConfig
 from mcore.errors import DataError
 from mcore.log import get_logger
 from mcore.tokenizers import Tokenizer, build_tokenizer, encode_texts
-from tools.corpus_reading import Chunk
+from tools.corpus_reading import Chunk, CutShortError
 from tools.sentence_splitting import Splitter, build_splitter
 
 TASKS_IN_FLIGHT = 4  # per worker; bounds the memory when one long document holds up the order
@@ -254,7 +254,8 @@ def encode_in_order(
     One worker means this process. Memory stays bounded: few chunks are under way at any time.
 
     Raises:
-        DataError: of the first faulty line in input order, or that a worker died.
+        DataError: of the first faulty line in input order.
+        CutShortError: a worker died.
     """
     if workers == 1:
         _one_thread_each()
@@ -276,7 +277,7 @@ def encode_in_order(
             first, result = under_way.popleft()
             yield first, result.result()
     except BrokenProcessPool as error:
-        raise DataError(
+        raise CutShortError(
             "a worker process died, perhaps for lack of memory; try fewer --workers"
         ) from error
     finally:

@@ -26,7 +26,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
-from mcore.errors import ConfigError, DataError
+from mcore.errors import ConfigError, DataError, McoreError
 
 STDIN = "-"
 CHUNK_BYTES = 1 << 18  # a task of some 20 ms: large beside its overhead, small beside memory
@@ -36,6 +36,10 @@ Kind = Literal["json", "line", "file", "row"]
 
 _SUFFIXES = (".gz", ".zst", ".bz2", ".xz")
 _MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstandard", b"BZh": "bz2", b"\xfd7zXZ": "xz"}
+
+
+class CutShortError(McoreError):
+    """A run that cannot go on though its data is not at fault; what it has done stays good."""
 
 
 class Place(NamedTuple):
@@ -140,7 +144,13 @@ def _read_lines(path: str, kind: Kind, place: Place) -> Iterator[Chunk]:
                 stored = offset if path == STDIN else raw.tell()
                 yield Chunk(path, kind, first, data, Place(place.file, offset, line), stored)
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
-        raise DataError(f"{path}, line {line}: cannot be read: {error}") from error
+        raise _unreadable(error)(f"{path}, line {line}: cannot be read: {error}") from error
+
+
+def _unreadable(error: Exception) -> type[McoreError]:
+    """Whether the system could not read, or what it read is damaged."""
+    from_system = isinstance(error, OSError) and error.errno is not None
+    return CutShortError if from_system else DataError
 
 
 def _open_raw(path: str) -> typing.BinaryIO:
@@ -217,7 +227,7 @@ def _read_rows(path: str, columns: Sequence[str], place: Place) -> Iterator[Chun
                 after = Place(place.file, number, number + 1)
                 yield Chunk(path, "row", first + 1, rows, after, size * number // total)
     except (OSError, pyarrow.ArrowException) as error:
-        raise DataError(f"{path}, row {number + 1}: cannot be read: {error}") from error
+        raise _unreadable(error)(f"{path}, row {number + 1}: cannot be read: {error}") from error
 
 
 def _optional(package: str, path: str) -> Any:

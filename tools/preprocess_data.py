@@ -3,7 +3,8 @@
 The input is JSON lines, text or Parquet (see `corpus_reading`). For each `--json-keys` name K the
 files are OUTPUT-PREFIX_K_document.bin and .idx (_sentence with --split-sentences), byte for byte
 those of Megatron's tool and the same for any number of workers, and .meta.json beside them. They
-appear when all is written; a run that fails leaves none. After a kill the same command goes on.
+appear when all is written. A run whose input is at fault leaves none; one that was cut short by
+anything else (a kill, a full disk, a lost worker) goes on with the same command.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Literal
 
 import numpy as np
@@ -23,11 +23,18 @@ import numpy as np
 from mcore.config.command_line import StrictParser, add_flags, take_config
 from mcore.config.fields import flag
 from mcore.config.tokenizer import TokenizerConfig
-from mcore.data.corpus_meta import CorpusMeta, meta_path
+from mcore.data.corpus_meta import (
+    CorpusMeta,
+    meta_path,
+    publish_corpus,
+    read_meta,
+    seal_corpus,
+)
 from mcore.data.indexed_builder import BuilderState, IndexedDatasetBuilder
 from mcore.data.indexed_format import DType
+from mcore.data.publishing import partial_path
 from mcore.errors import ConfigError, DataError, McoreError
-from mcore.tokenizers import Tokenizer, encode_texts, fingerprint
+from mcore.tokenizers import TOKENIZER_FILE, Tokenizer, encode_texts, fingerprint
 from tools.corpus_encoding import (
     EncodedChunk,
     EncodedPart,
@@ -35,7 +42,14 @@ from tools.corpus_encoding import (
     cached_tokenizer,
     encode_in_order,
 )
-from tools.corpus_reading import STDIN, Chunk, Place, expand_inputs, read_chunks
+from tools.corpus_reading import (
+    STDIN,
+    CutShortError,
+    Place,
+    expand_inputs,
+    read_chunks,
+)
+from tools.preprocess_progress import Progress
 from tools.preprocess_state import Counts, State, StateFile
 from tools.sentence_splitting import build_splitter
 
@@ -137,6 +151,7 @@ def preprocess(options: PreprocessOptions, config: TokenizerConfig) -> list[Summ
     Raises:
         ConfigError: an end-of-document id is asked for that the tokenizer lacks.
         DataError: an input cannot be used; no output file is left.
+        CutShortError: something else ended the run; the same call goes on from the last state.
     """
     return _Run(options, config).run()
 
@@ -148,6 +163,7 @@ class _Run:
         self.options, self.config = options, config
         self.paths = expand_inputs(options.input)
         self.tokenizer = cached_tokenizer(config)
+        self.fingerprint = fingerprint(self.tokenizer)
         self.eod = _eod(self.tokenizer, options.append_eod)
         self.dtype = DType.optimal_dtype(self.tokenizer.vocab_size)
         self.splitter: str | None = None
@@ -172,34 +188,68 @@ class _Run:
     def run(self) -> list[Summary]:
         os.makedirs(os.path.dirname(os.path.abspath(self.options.output_prefix)), exist_ok=True)
         encode_texts(self.tokenizer, [])  # warns here, once, where the fast way is closed
+        kind = [self.splitter, self.options.txt_documents, self.eod, self.fingerprint]
         state_file = StateFile(
             self.options.output_prefix,
             self.paths,
-            [dataclasses.asdict(self.job), self.splitter, self.options.txt_documents],
+            _tokenizer_files(self.config),
+            [dataclasses.asdict(self.job), *kind],
         )
         state = state_file.read()
+        if state is None:
+            state_file.remove()  # of another command, whose temporary files are replaced now
+        if state is None or not state.is_sealed:
+            self._write(state, state_file)
+        for prefix in self.prefixes.values():
+            publish_corpus(prefix, has_meta=True)
+        state_file.remove()
+        return [self._summary(prefix) for prefix in self.prefixes.values()]
+
+    def _write(self, state: State | None, state_file: StateFile) -> None:
+        """Everything that has to be written, under temporary names.
+
+        What is done is removed where the input is at fault, so that it would be in vain. All else
+        keeps it, as far as a state is noted: a full disk, a lost worker, a fault of the program.
+        """
+        builders: dict[str, IndexedDatasetBuilder] = {}
+        try:
+            self._open_builders(builders, state, state_file)
+            self._encode(builders, state, state_file)
+            self._refuse_empty()
+            for key, builder in builders.items():
+                seal_corpus(builder, self.prefixes[key], self._meta(key, builder))
+            states = {key: builder.state for key, builder in builders.items()}
+            end = Place(len(self.paths))
+            state_file.write(State(end, states, self.counts, self.faulty_records, is_sealed=True))
+        except DataError:
+            self._discard(builders)
+            state_file.remove()
+            raise
+        except BaseException:
+            if not state_file.exists():
+                self._discard(builders)
+                raise
+            for builder in builders.values():
+                builder.suspend()
+            _note("what is done is kept; the same command goes on from there")
+            raise
+
+    def _open_builders(
+        self,
+        builders: dict[str, IndexedDatasetBuilder],
+        state: State | None,
+        state_file: StateFile,
+    ) -> None:
         if state is not None:
             self.counts, self.faulty_records = state.counts, state.faulty_records
             where = self.paths[state.place.file]
             _note(f"an interrupted run goes on at {where}, line {state.place.line}")
-        with contextlib.ExitStack() as stack:
-            stack.callback(state_file.remove)
-            builders = {
-                key: stack.enter_context(self._builder(key, state)) for key in self.prefixes
-            }
+        for key, prefix in self.prefixes.items():
+            resume: BuilderState | None = None if state is None else state.builders[key]
             try:
-                self._encode(builders, state, state_file)
-            except KeyboardInterrupt:
-                for builder in builders.values():
-                    builder.suspend()
-                stack.pop_all()
-                raise
-            self._refuse_empty()
-            return [self._finish(key, builder) for key, builder in builders.items()]
-
-    def _builder(self, key: str, state: State | None) -> IndexedDatasetBuilder:
-        resume: BuilderState | None = None if state is None else state.builders[key]
-        return IndexedDatasetBuilder(self.prefixes[key] + ".bin", self.dtype, resume=resume)
+                builders[key] = IndexedDatasetBuilder(prefix + ".bin", self.dtype, resume=resume)
+            except DataError as error:
+                raise CutShortError(f"{error} (the record is {state_file.path})") from error
 
     def _encode(
         self,
@@ -210,7 +260,7 @@ class _Run:
         options = self.options
         start = None if state is None else state.place
         chunks = read_chunks(self.paths, options.json_keys, options.txt_documents, start)
-        progress = _Progress(options.log_interval, self.paths, start)
+        progress = Progress(options.log_interval, self.paths, start)
         saved = time.monotonic()
         workers = options.workers or _default_workers(self.paths)
         for chunk, encoded in encode_in_order(self.job, chunks, workers):
@@ -240,30 +290,43 @@ class _Run:
                     "nothing is written"
                 )
 
-    def _finish(self, key: str, builder: IndexedDatasetBuilder) -> Summary:
-        prefix, counts = self.prefixes[key], self.counts[key]
-        with contextlib.suppress(FileNotFoundError):
-            os.remove(meta_path(prefix))  # it is of the files that are replaced now
-        sequences = builder.num_sequences
-        builder.finalize(prefix + ".idx")
+    def _meta(self, key: str, builder: IndexedDatasetBuilder) -> CorpusMeta:
+        counts = self.counts[key]
         assert self.config.tokenizer_type is not None
-        meta = CorpusMeta(
+        return CorpusMeta(
             tokenizer_type=self.config.tokenizer_type,
-            tokenizer_fingerprint=fingerprint(self.tokenizer),
+            tokenizer_fingerprint=self.fingerprint,
             vocab_size=self.tokenizer.vocab_size,
             eod_id=self.eod,
             append_eod=self.options.append_eod,
             dtype=np.dtype(self.dtype).name,
             documents=counts.documents,
             empty_documents=counts.empty_documents,
-            sequences=sequences,
+            sequences=builder.state.sequences,
             tokens=counts.tokens,
             eod_tokens=counts.eod_tokens,
             faulty_records=self.faulty_records,
             sentence_splitter=self.splitter,
         )
-        meta.write(prefix)
+
+    def _discard(self, builders: dict[str, IndexedDatasetBuilder]) -> None:
+        for key, builder in builders.items():
+            builder.discard()
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(partial_path(meta_path(self.prefixes[key])))
+
+    def _summary(self, prefix: str) -> Summary:
+        meta = read_meta(prefix)
+        if meta is None:
+            raise CutShortError(f"{meta_path(prefix)} is gone; run the command again")
         return Summary(prefix, meta)
+
+
+def _tokenizer_files(config: TokenizerConfig) -> list[str]:
+    """What decides on the ids; special tokens beside it are in the tokenizer's fingerprint."""
+    paths = filter(None, (config.vocab_file, config.merge_file, config.tokenizer_model))
+    files = [os.path.join(path, TOKENIZER_FILE) if os.path.isdir(path) else path for path in paths]
+    return [path for path in files if os.path.isfile(path)]
 
 
 def _eod(tokenizer: Tokenizer, needed: bool) -> int | None:
@@ -289,41 +352,6 @@ def _count(counts: Counts, part: EncodedPart, eod: int | None) -> None:
     counts.tokens += len(part.tokens)
     if eod is not None:
         counts.eod_tokens += int(np.count_nonzero(part.tokens == eod))
-
-
-class _Progress:
-    """A line on stderr every so many documents."""
-
-    def __init__(self, interval: int, paths: Sequence[str], start: Place | None) -> None:
-        self._interval = interval
-        self._start = time.monotonic()
-        self._documents = self._tokens = self._bytes = 0
-        sizes = [0 if path == STDIN else os.path.getsize(path) for path in paths]
-        self._before = dict(zip(paths, np.cumsum([0, *sizes]).tolist(), strict=False))
-        self._total = sum(sizes)
-        self._skipped = None if start is None else self._before[paths[start.file]] + start.offset
-
-    def add(self, chunk: Chunk, encoded: EncodedChunk) -> None:
-        part = next(iter(encoded.parts.values()))
-        before, self._documents = self._documents, self._documents + len(part.sequence_counts)
-        self._tokens += sum(len(part.tokens) for part in encoded.parts.values())
-        self._bytes += encoded.text_bytes
-        if self._interval and before // self._interval < self._documents // self._interval:
-            seconds = max(time.monotonic() - self._start, 1e-9)
-            print(
-                f"Processed {self._documents} documents ({self._documents / seconds:.1f} docs/s, "
-                f"{self._bytes / seconds / 2**20:.2f} MB/s, {self._tokens / seconds:.0f} tokens/s)"
-                f"{self._remaining(chunk, seconds)}.",
-                file=sys.stderr,
-            )
-
-    def _remaining(self, chunk: Chunk, seconds: float) -> str:
-        if not self._total:
-            return ""
-        done = self._before[chunk.path] + chunk.stored
-        read = max(done - (self._skipped or 0), 1)
-        left = timedelta(seconds=round(seconds * max(self._total - done, 0) / read))
-        return f", {100 * done / self._total:.0f}% of the input, ETA {left}"
 
 
 def _report(outputs: list[Summary]) -> None:

@@ -1,7 +1,8 @@
 """Where an interrupted preprocessing run can go on: `OUTPUT-PREFIX.preprocess_state.json`.
 
-It is written from time to time, after the temporary output files have reached the disk, and removed
-when the run ends, well or not. A run that was killed leaves it; the same command then continues.
+It is written from time to time, after the temporary output files have reached the disk, once more
+when all of them are complete and only their names are missing, and removed when they have them. A
+run that was killed leaves it; the same command then continues.
 """
 
 from __future__ import annotations
@@ -36,12 +37,14 @@ class State:
         builders: for each key, what its files hold.
         counts: for each key, what was counted.
         faulty_records: records left out.
+        is_sealed: all output is complete under its temporary names; nothing is left to read.
     """
 
     place: Place
     builders: dict[str, BuilderState]
     counts: dict[str, Counts]
     faulty_records: int
+    is_sealed: bool = False
 
 
 class StateFile:
@@ -50,22 +53,30 @@ class StateFile:
     Args:
         output_prefix: the command's.
         inputs: input files; a change of one makes an old state useless.
+        tokenizer_files: files that the tokenizer is read from; so does a change of one of these.
         options: all that the output depends on, as plain values.
     """
 
-    def __init__(self, output_prefix: str, inputs: Sequence[str], options: Any) -> None:
-        self._path = output_prefix + ".preprocess_state.json"
+    def __init__(
+        self,
+        output_prefix: str,
+        inputs: Sequence[str],
+        tokenizer_files: Sequence[str],
+        options: Any,
+    ) -> None:
+        self.path = output_prefix + ".preprocess_state.json"
         self._can_resume = STDIN not in inputs
         files = [(path, _stamp(path)) for path in inputs if path != STDIN]
-        text = json.dumps([files, options], sort_keys=True)
+        tokenizer = [(path, _digest(path)) for path in tokenizer_files]
+        text = json.dumps([files, tokenizer, options], sort_keys=True)
         self._job = hashlib.sha256(text.encode()).hexdigest()
 
     def read(self) -> State | None:
         """The state of an interrupted run of this very command, or None."""
-        if not self._can_resume or not os.path.exists(self._path):
+        if not self._can_resume or not os.path.exists(self.path):
             return None
         try:
-            with open(self._path, encoding="utf-8") as file:
+            with open(self.path, encoding="utf-8") as file:
                 values = json.load(file)
             if values["job"] != self._job:
                 return None
@@ -74,6 +85,7 @@ class StateFile:
                 {key: BuilderState(*state) for key, state in values["builders"].items()},
                 {key: Counts(**counts) for key, counts in values["counts"].items()},
                 values["faulty_records"],
+                values["is_sealed"],
             )
         except (ValueError, KeyError, TypeError):
             return None
@@ -88,17 +100,29 @@ class StateFile:
             "builders": state.builders,
             "counts": {key: dataclasses.asdict(counts) for key, counts in state.counts.items()},
             "faulty_records": state.faulty_records,
+            "is_sealed": state.is_sealed,
         }
-        with open(self._path + ".partial", "w", encoding="utf-8") as file:
+        with open(self.path + ".partial", "w", encoding="utf-8") as file:
             json.dump(values, file)
-        os.replace(self._path + ".partial", self._path)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(self.path + ".partial", self.path)
+
+    def exists(self) -> bool:
+        """A state is noted, from which the same command can go on."""
+        return os.path.exists(self.path)
 
     def remove(self) -> None:
         """Forget what was noted."""
-        if os.path.exists(self._path):
-            os.remove(self._path)
+        if self.exists():
+            os.remove(self.path)
 
 
 def _stamp(path: str) -> tuple[int, int]:
     status = os.stat(path)
     return status.st_size, status.st_mtime_ns
+
+
+def _digest(path: str) -> str:
+    with open(path, "rb") as file:
+        return hashlib.sha256(file.read()).hexdigest()

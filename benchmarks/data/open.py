@@ -141,8 +141,8 @@ def main() -> None:
                 peer(args.megatron, "open", large, args.seq_length, args.epochs)
         for order in ORDERS:
             for masks in MASKS:
-                row = fetch(str(small), args.seq_length, order, masks)
-                print(json.dumps(row), flush=True)
+                fetched = fetch(str(small), args.seq_length, order, masks)
+                print(json.dumps(fetched), flush=True)
         for masks in MASKS if args.megatron else ():
             peer(args.megatron, "fetch", small, args.seq_length, masks)
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from mcore.config.command_line import add_flags, take_config
 from mcore.config.tokenizer import TokenizerConfig
-from mcore.data.corpus_meta import CorpusMeta, read_meta
+from mcore.data.corpus_meta import CorpusMeta, publish_corpus, read_meta, seal_corpus
 from mcore.data.indexed_builder import IndexedDatasetBuilder
 from mcore.data.indexed_dataset import IndexedDataset
 from mcore.data.splits import SPLIT_NAMES, split_bounds, split_range
@@ -137,7 +137,10 @@ def _merge_metas(prefixes: Sequence[str], metas: Sequence[CorpusMeta | None]) ->
             )
     if len(known) < len(prefixes):
         return None
-    counts = ("documents", "empty_documents", "sequences", "tokens", "eod_tokens")
+    counts = (
+        *("documents", "empty_documents", "sequences"),
+        *("tokens", "eod_tokens", "faulty_records"),
+    )
     totals = {name: sum(getattr(meta, name) for _, meta in known) for name in counts}
     append_eod = all(meta.append_eod for _, meta in known)
     return dataclasses.replace(known[0][1], append_eod=append_eod, **totals)
@@ -215,11 +218,8 @@ def _part_meta(
 
 
 def _finish(builder: IndexedDatasetBuilder, prefix: str, meta: CorpusMeta | None) -> None:
-    if os.path.exists(prefix + ".meta.json"):
-        os.remove(prefix + ".meta.json")
-    builder.finalize(prefix + ".idx")
-    if meta is not None:
-        meta.write(prefix)
+    seal_corpus(builder, prefix, meta)
+    publish_corpus(prefix, has_meta=meta is not None)
 
 
 def _refuse_overwriting(output: str, inputs: Sequence[str]) -> None:

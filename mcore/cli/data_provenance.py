@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from typing import Any
 
+from mcore.checkpoint import read_common
 from mcore.config.command_line import add_flags, take_config
 from mcore.config.data import DataConfig
+from mcore.config.run import batch_size_calculator, largest_batch
 from mcore.config.training import TrainingConfig
 from mcore.data.builder import build_train_valid_test_datasets
 from mcore.data.gpt_dataset import SampleDataset
 from mcore.data.provenance import build_sampler, samples_between
-from mcore.errors import ConfigError, DataError
-from mcore.num_microbatches_calculator import (
-    NumMicroBatchesCalculator,
-    StepBatchsizeNumMicroBatchesCalculator,
-    build_num_microbatches_calculator,
-    parse_step_schedule,
-)
+from mcore.data.split_source import split_source
+from mcore.data.stable_blend import StableBlend
+from mcore.errors import ConfigError, DataError, UnsupportedError
+from mcore.num_microbatches_calculator import NumMicroBatchesCalculator
 
-_OTHER_DATA = (
-    "num_workers",
-    "multiple_validation_sets",
-    "validation_set_names",
-    "sft",
-    "sft_tokenizer_prompt_format",
-)
+_OTHER_DATA = ("num_workers", "multiple_validation_sets", "validation_set_names")
 _NO_EFFECT = ("bf16", "exit_interval", "skip_train")
 
 
@@ -40,8 +34,19 @@ def register(commands: Any) -> None:
     )
     parser.add_argument("--iteration", type=int, required=True, metavar="N", help="from 1")
     parser.add_argument(
-        "--data-parallel-size", type=int, default=1, metavar="N", help="only matters with cyclic"
+        "--data-parallel-size",
+        type=int,
+        default=1,
+        metavar="N",
+        help="matters with cyclic and --decrease-batch-size-if-needed",
     )
+    parser.add_argument(
+        "--load",
+        metavar="DIR",
+        help="with --data-order stable: a checkpoint of the run, which knows the weights that its "
+        "blend has had; without it the weights never changed",
+    )
+    parser.add_argument("--ckpt-step", type=int, metavar="N", help="which; the newest when absent")
     parser.add_argument("--json", action="store_true", help="one JSON object a sample")
     add_flags(parser, DataConfig, omit=_OTHER_DATA)
     fields = TrainingConfig.__dataclass_fields__
@@ -55,14 +60,21 @@ def run_provenance(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: an option is missing.
         DataError: data that cannot be used, or an iteration beyond the run.
+        CheckpointError: there is none where `--load` says.
+        UnsupportedError: fine-tuning data.
     """
-    data, training = take_config(DataConfig, args), take_config(TrainingConfig, args)
+    data, training = take_config(DataConfig, args), _with_micro_batch(args)
+    if data.sft or training.max_tokens_per_microbatch is not None:
+        raise UnsupportedError(
+            "mcore data provenance reads token files only; fine-tuning data (--sft, "
+            "--max-tokens-per-microbatch) would have to be tokenized first"
+        )
     if training.seq_length is None:
         raise ConfigError("--seq-length is missing")
-    calculator = _calculator(training, args.data_parallel_size)
-    wanted = training.train_samples or (training.train_iters or 0) * (
-        calculator.get_current_global_batch_size()
-    )
+    if training.global_batch_size is None and training.step_batch_size_schedule is None:
+        raise ConfigError("--global-batch-size is missing")
+    calculator = batch_size_calculator(training, args.data_parallel_size)
+    wanted = training.train_samples or (training.train_iters or 0) * largest_batch(calculator)
     if not wanted:
         raise ConfigError("--train-iters or --train-samples is missing: the order depends on it")
     consumed, size = _batch_of(calculator, args.iteration)
@@ -72,7 +84,12 @@ def run_provenance(args: argparse.Namespace) -> int:
         data, sizes=(wanted, 0, 0), seq_length=training.seq_length, seed=training.seed, eod_id=0
     )[0]
     if dataset is None:
-        raise DataError("the training split is empty; give it a share in --split")
+        source = split_source(data, 0)
+        raise DataError(
+            f"the training split of {source.files} is empty; give it a share in --split"
+        )
+    if args.load is not None:
+        _follow_checkpoint(dataset, args.load, args.ckpt_step)
     for position, number in _samples(
         data, training, dataset, args, range(consumed, consumed + size)
     ):
@@ -80,22 +97,22 @@ def run_provenance(args: argparse.Namespace) -> int:
     return 0
 
 
-def _calculator(training: TrainingConfig, dp: int) -> NumMicroBatchesCalculator:
-    micro = training.micro_batch_size or 1
-    if training.step_batch_size_schedule is not None:
-        assert training.seq_length is not None
-        schedule = parse_step_schedule(training.step_batch_size_schedule, training.seq_length)
-        return StepBatchsizeNumMicroBatchesCalculator(schedule, micro, dp)
-    if training.global_batch_size is None:
-        raise ConfigError("--global-batch-size is missing")
-    return build_num_microbatches_calculator(
-        1,
-        training.rampup_batch_size,
-        training.global_batch_size,
-        micro,
-        dp,
-        training.decrease_batch_size_if_needed,
-    )
+def _with_micro_batch(args: argparse.Namespace) -> TrainingConfig:
+    training = take_config(TrainingConfig, args)
+    return dataclasses.replace(training, micro_batch_size=training.micro_batch_size or 1)
+
+
+def _follow_checkpoint(dataset: SampleDataset, load: str, step: int | None) -> None:
+    """Weights and cursors that a stable blend had in the run."""
+    common = read_common(load, step)
+    segments = common.get("data_segments", [])
+    if not isinstance(dataset, StableBlend) or not segments:
+        raise ConfigError(
+            f"--load {load} is of no use here: a checkpoint knows something about the order of "
+            "samples only in a run with --data-order stable; give that option as the run did, or "
+            "leave --load out"
+        )
+    dataset.restore(segments, common["consumed_train_samples"])
 
 
 def _batch_of(calculator: NumMicroBatchesCalculator, iteration: int) -> tuple[int, int]:

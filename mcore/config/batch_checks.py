@@ -96,7 +96,7 @@ def _calculator(config: RunConfig, world_size: int) -> NumMicroBatchesCalculator
     if config.training.micro_batch_size is None or world_size % shards:
         return None
     try:
-        return batch_size_calculator(config, world_size // shards)
+        return batch_size_calculator(config.training, world_size // shards)
     except ConfigError:
         return None
 

@@ -145,7 +145,7 @@ def resolve(config: RunConfig, world_size: int) -> Resolved:
     )
     assert training.micro_batch_size is not None
     assert training.seq_length is not None
-    calculator = batch_size_calculator(config, dp)
+    calculator = batch_size_calculator(training, dp)
     global_batch_size = largest_batch(calculator)
     if training.train_iters is not None:
         iters = training.train_iters
@@ -164,9 +164,10 @@ def resolve(config: RunConfig, world_size: int) -> Resolved:
     )
 
 
-def batch_size_calculator(config: RunConfig, data_parallel_size: int) -> NumMicroBatchesCalculator:
+def batch_size_calculator(
+    training: TrainingConfig, data_parallel_size: int
+) -> NumMicroBatchesCalculator:
     """How large the global batch is after any number of consumed samples."""
-    training = config.training
     micro = training.micro_batch_size
     assert micro is not None
     if training.step_batch_size_schedule is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,7 +27,8 @@ class BatchLoader:
     The order depends on nothing but the sampler and `consumed_samples`: any number of workers gives
     the same batches. `sample_index` is the sample's place in the whole run (its consumed position),
     which is the same for every layout. An error while reading is raised where the batch is taken,
-    and again by every later call: no batch is ever skipped.
+    and again by every later call: no batch is ever skipped. It belongs to the process that made it,
+    for a forked one has none of its threads.
 
     Args:
         dataset: what is read; None = no tokens are read and batches hold `sample_index` alone (a
@@ -48,6 +50,7 @@ class BatchLoader:
         self._sampler = sampler
         self._consumed = consumed_samples
         self._closed = False
+        self._process = os.getpid()
         self._ahead: deque[Future[Batch]] = deque()
         self._executor: ThreadPoolExecutor | None = None
         self._depth = _AHEAD_PER_WORKER * num_workers
@@ -67,10 +70,12 @@ class BatchLoader:
 
         Raises:
             DataError: the data set is used up, a token is outside the vocabulary, or the loader is
-                closed.
+                closed or of another process.
         """
         if self._closed:
             raise DataError("this batch loader is closed; make a new one from consumed_samples")
+        if self._process != os.getpid():
+            raise DataError("this batch loader was made in another process; make one in this one")
         step = self._sampler.samples_per_step
         if self._executor is None:
             batch = self._read(self._consumed)

@@ -20,6 +20,7 @@ class BlendedDataset(DelegatingDataset):
         weights: shares of the samples, any scale; None = in proportion to the lengths, and no
             sample twice.
         size: number of samples; None = every sample of every data set once (weights must be None).
+        names: what messages call the data sets; None = by their numbers.
 
     Raises:
         DataError: weights that are not above 0, or a size that the data sets cannot fill.
@@ -30,6 +31,7 @@ class BlendedDataset(DelegatingDataset):
         datasets: Sequence[SampleDataset],
         weights: Sequence[float] | None,
         size: int | None,
+        names: Sequence[str] | None = None,
     ) -> None:
         self.datasets = tuple(datasets)
         lengths = [len(dataset) for dataset in datasets]
@@ -45,9 +47,10 @@ class BlendedDataset(DelegatingDataset):
         drawn = np.bincount(self.dataset_index, minlength=len(lengths))
         for number, (count, length) in enumerate(zip(drawn.tolist(), lengths, strict=True)):
             if count > length:
+                name = f"data set {number}" if names is None else names[number]
                 raise DataError(
-                    f"a blend of {size} samples draws {count} from data set {number}, which holds "
-                    f"{length}; build it with more samples or give it a smaller weight"
+                    f"a blend of {size} samples draws {count} from {name}, which holds {length}; "
+                    f"build it with more samples or give it a smaller weight"
                 )
 
     def __len__(self) -> int:

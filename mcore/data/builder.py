@@ -11,6 +11,7 @@ import numpy as np
 from mcore.config.data import DEFAULT_SPLIT, DataConfig
 from mcore.data.blend import Blend, read_blends
 from mcore.data.blended_dataset import BlendedDataset
+from mcore.data.corpus_identity import corpus_identity
 from mcore.data.corpus_meta import TokenizerIdentity, check_meta
 from mcore.data.gpt_dataset import NO_PAD, GPTDataset, SampleDataset, SampleOptions
 from mcore.data.indexed_dataset import IndexedDataset
@@ -185,7 +186,18 @@ def _build_split(
         _build_one(prefix, bounds, math.ceil(target * (1 + _SURPLUS)), corpora, options)
         for prefix, target in zip(blend.prefixes, targets, strict=True)
     ]
-    return BlendedDataset(datasets, blend.weights, sum(targets))
+    blended = BlendedDataset(datasets, blend.weights, sum(targets), blend.prefixes)
+    drawn = np.bincount(blended.dataset_index[:size], minlength=len(datasets))
+    for prefix in (
+        prefix for prefix, count in zip(blend.prefixes, drawn, strict=True) if not count
+    ):
+        get_logger().warning(
+            "none of the %d samples of the %s split comes from %s: its weight is too small",
+            size,
+            name,
+            prefix,
+        )
+    return blended
 
 
 def _build_stable(
@@ -205,7 +217,12 @@ def _build_stable(
         if isinstance(dataset.order, StableOrder)
     ]
     wanted = sum(epochs) if size is None else size
-    return StableBlend(datasets, blend.weights or epochs, wanted)
+    opened = {prefix: corpora.open(prefix) for prefix in blend.prefixes}
+    identities = {
+        prefix: corpus_identity(indexed, split_range(bounds, len(indexed)), options)
+        for prefix, indexed in opened.items()
+    }
+    return StableBlend(datasets, identities, blend.weights or epochs, wanted)
 
 
 def _build_unweighted(
@@ -223,11 +240,20 @@ def _build_unweighted(
         return None
     if len(opened) == 1:
         return _build_one(blend.prefixes[0], bounds, size, corpora, options)
-    datasets = [
-        _build_one(prefix, bounds, None, corpora, options)
+    whole = [
+        prefix
         for prefix in blend.prefixes
         if _holds_a_sample(corpora.open(prefix), bounds, options)
     ]
+    for prefix in sorted(set(blend.prefixes) - set(whole)):
+        get_logger().warning(
+            "%s holds no whole sample of %d tokens in its %s split and is left out; give it a "
+            "weight to repeat it",
+            prefix,
+            options.seq_length,
+            name,
+        )
+    datasets = [_build_one(prefix, bounds, None, corpora, options) for prefix in whole]
     if not datasets:
         raise DataError(
             f"none of the corpora {' '.join(blend.prefixes)} holds one sample of "
@@ -237,11 +263,11 @@ def _build_unweighted(
     available = sum(len(dataset) for dataset in datasets)
     if size is not None and size > available:
         get_logger().warning(
-            "%d samples of the %s split are wanted, but its corpora hold %d in one pass and are "
-            "not "
-            "repeated without weights; give each corpus a weight to repeat it",
+            "%d samples of the %s split are wanted, but its corpora (%s) hold %d in one pass and "
+            "are not repeated without weights; give each corpus a weight to repeat it",
             size,
             name,
+            " ".join(whole),
             available,
         )
     return BlendedDataset(datasets, None, None if size is None else min(size, available))

@@ -9,7 +9,8 @@ Formats (`--sft-tokenizer-prompt-format`): `identity` lays the texts end to end 
 end-of-document id after each response; `chatml` writes `<|im_start|>ROLE`, a line end, the text,
 `<|im_end|>` and a line end. Each text is tokenized on its own, so that the border of what is
 trained on is a border of tokens. An end-of-document id closes every conversation. What ends a
-response is trained on as well.
+response is trained on as well. Where the tokenizer puts an id before whole texts (a BOS), that one
+begins each conversation, once and untrained.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from mcore.errors import DataError
 
 PromptFormat = Literal["identity", "chatml"]
 Encode = Callable[[Sequence[str]], tuple[np.ndarray, np.ndarray]]
-"""Texts -> (ids of all end to end, ids of each): `mcore.tokenizers.encode_texts` of a tokenizer."""
+"""Texts -> (ids of all end to end, number of each): `mcore.tokenizers.encode_segments`."""
 
 _ASSISTANT = "assistant"
 _LINES_AT_ONCE = 4096
@@ -53,9 +54,20 @@ class Conversations:
 
 
 def read_conversations(
-    paths: Sequence[str], encode: Encode, eod_id: int, prompt_format: PromptFormat = "identity"
+    paths: Sequence[str],
+    encode: Encode,
+    eod_id: int,
+    prompt_format: PromptFormat = "identity",
+    start_ids: Sequence[int] = (),
 ) -> Conversations:
     """Read and tokenize whole files.
+
+    Args:
+        paths: files of JSON lines.
+        encode: the tokenizer on parts of texts; it adds nothing around them.
+        eod_id: ends a conversation.
+        prompt_format: see the module.
+        start_ids: begin a conversation.
 
     Raises:
         DataError: a file that cannot be read, or a line of another form; it names file and line.
@@ -72,7 +84,8 @@ def read_conversations(
             ends = np.cumsum(sizes)
             number = 0
             for conversation in conversations:
-                rows, marks = [], []
+                rows = [np.array(start_ids, np.int32)]
+                marks = [np.zeros(len(start_ids), np.bool_)]
                 for _, is_trained in conversation:
                     row = flat[ends[number] - sizes[number] : ends[number]]
                     closes = prompt_format == "identity" and is_trained

@@ -6,12 +6,16 @@ Written by the preprocessing tool, absent for files of other programs. It lies b
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 from collections.abc import Callable
 from typing import Any
 
+from mcore.data.indexed_builder import IndexedDatasetBuilder
+from mcore.data.indexed_format import get_bin_path, get_idx_path
+from mcore.data.publishing import partial_path, publish
 from mcore.errors import DataError
 
 FORMAT = 1
@@ -53,18 +57,51 @@ class CorpusMeta:
     sentence_splitter: str | None = None
     format: int = FORMAT
 
-    def write(self, prefix: str) -> None:
-        """Write the file, whole or not at all."""
-        path = meta_path(prefix)
-        with open(path + ".partial", "w", encoding="utf-8") as file:
+    def write(self, path: str) -> None:
+        """Write the file and bring it to the disk.
+
+        Args:
+            path: a temporary name; `publish_corpus` gives it that of `meta_path`.
+        """
+        with open(path, "w", encoding="utf-8") as file:
             json.dump(dataclasses.asdict(self), file, indent=1)
             file.write("\n")
-        os.replace(path + ".partial", path)
+            file.flush()
+            os.fsync(file.fileno())
 
 
 def meta_path(prefix: str) -> str:
     """`PREFIX.meta.json`."""
     return prefix + ".meta.json"
+
+
+def seal_corpus(builder: IndexedDatasetBuilder, prefix: str, meta: CorpusMeta | None) -> None:
+    """Bring tokens, index and note to the disk, all under temporary names, and close the builder.
+
+    Args:
+        builder: of `PREFIX.bin`.
+        prefix: of the files to be.
+        meta: the note; None = nothing is known.
+    """
+    builder.seal(get_idx_path(prefix))
+    if meta is not None:
+        meta.write(partial_path(meta_path(prefix)))
+
+
+def publish_corpus(prefix: str, *, has_meta: bool) -> None:
+    """Give sealed files their names; can be done again after a kill at any point.
+
+    Args:
+        prefix: of the files.
+        has_meta: there is a note; without one that of the files which are replaced is removed.
+    """
+    note, index = meta_path(prefix), get_idx_path(prefix)
+    if not has_meta and os.path.exists(partial_path(index)):
+        # Tokens that are not those of a note are refused, so it goes after the index that it is of.
+        for path in (index, note):
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(path)
+    publish(get_bin_path(prefix), index, note_path=note if has_meta else None)
 
 
 def read_meta(prefix: str) -> CorpusMeta | None:

@@ -56,7 +56,11 @@ class SampleOptions:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SamplePiece:
-    """Part of a sample: tokens [offset, offset + length) of one sequence of a corpus."""
+    """Part of a sample: tokens [offset, offset + length) of one document of a corpus.
+
+    Documents are numbered as by `mcore data show`: empty ones count, and the sequences (sentences)
+    of one are laid end to end. In fine-tuning data a document is a line of the file, from 1.
+    """
 
     prefix: str
     document: int
@@ -178,16 +182,16 @@ class GPTDataset:
 
     def provenance(self, index: int) -> tuple[SamplePiece, ...]:
         """Where the tokens of a sample come from (its last label included), in order."""
-        pieces = self._pieces(index)
+        pieces, prefix = self._pieces(index), self._indexed.path_prefix
         rows = zip(
             pieces.documents.tolist(), pieces.offsets.tolist(), pieces.lengths.tolist(), strict=True
         )
-        prefix = self._indexed.path_prefix
-        return tuple(
-            SamplePiece(prefix, document, offset, length)
-            for document, offset, length in rows
-            if length > 0
-        )
+        found = []
+        for sequence, offset, length in rows:
+            if length > 0:
+                document, before = self._indexed.place_in_document(sequence)
+                found.append(SamplePiece(prefix, document, before + offset, length))
+        return tuple(found)
 
     def attention_mask(self, index: int) -> np.ndarray:
         """What attention must not see, bool [1, s, s], True = hidden.
@@ -235,11 +239,11 @@ class GPTDataset:
         if low >= 0 and high < vocab_size:
             return
         place = int(text.argmax() if high >= vocab_size else text.argmin())
-        piece = int(np.searchsorted(np.cumsum(pieces.lengths), place, side="right"))
+        number = int(np.searchsorted(np.cumsum(pieces.lengths), place, side="right"))
+        document, _ = self._indexed.place_in_document(int(pieces.documents[number]))
         raise DataError(
-            f"token id {int(text[place])} in sequence {int(pieces.documents[piece])} of "
-            f"{self._indexed.path_prefix} is outside the vocabulary of {vocab_size}; the corpus "
-            "was made with another tokenizer"
+            f"token id {int(text[place])} in document {document} of {self._indexed.path_prefix} is "
+            f"outside the vocabulary of {vocab_size}; the corpus was made with another tokenizer"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from mcore.data.indexed_format import (
     DType,
     get_bin_path,
 )
+from mcore.data.publishing import helper_paths, partial_path, publish
 from mcore.errors import DataError
 
 if TYPE_CHECKING:
@@ -43,9 +45,9 @@ class IndexedDatasetBuilder:
     """Appends sequences to `PREFIX.bin`, then writes `PREFIX.idx`.
 
     All is written under temporary names and renamed by `finalize`, `.bin` first: an index that
-    exists is complete. Lengths and document boundaries wait on the disk as well, so that memory is
-    the same for any corpus. As a context manager it removes what is unfinished when the block
-    fails.
+    exists is complete. Who has to survive a kill between two renames calls `seal` and `publish`
+    instead. Lengths and document boundaries wait on the disk as well, so that memory is the same
+    for any corpus. As a context manager it removes what is unfinished when the block fails.
 
     Args:
         bin_path: the `.bin` file to make; an existing one is replaced by `finalize`.
@@ -53,7 +55,8 @@ class IndexedDatasetBuilder:
         resume: go on with the temporary files of an earlier process from this state of theirs.
 
     Raises:
-        DataError: a dtype that tokens cannot have, or temporary files shorter than `resume` says.
+        DataError: a dtype that tokens cannot have, or temporary files that are gone or shorter than
+            `resume` says.
     """
 
     def __init__(
@@ -75,6 +78,7 @@ class IndexedDatasetBuilder:
         state = BuilderState(0, 0, 0) if resume is None else resume
         self._tokens, self._sequences, self._documents = state
         self._closed_sequences = self._sequences
+        self._sealed_index: str | None = None
         sizes = (
             state.tokens * self._dtype.itemsize,
             state.sequences * LENGTH_DTYPE.itemsize,
@@ -85,13 +89,13 @@ class IndexedDatasetBuilder:
         ]
 
     @property
-    def num_sequences(self) -> int:
-        """Sequences so far."""
-        return self._sequences
+    def state(self) -> BuilderState:
+        """How much was added so far."""
+        return BuilderState(self._tokens, self._sequences, self._documents)
 
     def _paths(self) -> list[str]:
         """Temporary files: tokens, sequence lengths, document ends."""
-        return [_partial(self._bin_path + kind) for kind in ("", ".lengths", ".documents")]
+        return [partial_path(self._bin_path), *helper_paths(self._bin_path)]
 
     def add_item(self, tokens: Tokens) -> None:
         """Append one sequence, [length]; `end_document` closes its document.
@@ -170,13 +174,25 @@ class IndexedDatasetBuilder:
         for file in self._open_files():
             file.flush()
             os.fsync(file.fileno())
-        return BuilderState(self._tokens, self._sequences, self._documents)
+        return self.state
 
     def finalize(self, idx_path: str) -> None:
-        """Write the index and give both files their names; the builder is then closed.
+        """`seal`, then `publish`; the builder is then closed.
 
         Args:
             idx_path: the `.idx` file to make; an existing one is replaced.
+
+        Raises:
+            DataError: sequences after the last `end_document`.
+        """
+        self.seal(idx_path)
+        publish(self._bin_path, idx_path)
+
+    def seal(self, idx_path: str) -> None:
+        """Write the index and bring all to the disk, still under temporary names, and close.
+
+        Args:
+            idx_path: the `.idx` file to be.
 
         Raises:
             DataError: sequences after the last `end_document`.
@@ -186,24 +202,20 @@ class IndexedDatasetBuilder:
             open_sequences = self._sequences - self._closed_sequences
             raise DataError(f"{open_sequences} sequences belong to no document; call end_document")
         for file in files:
-            _sync_and_close(file)
-        self._files = None
-        with open(_partial(idx_path), "wb") as index:
+            file.flush()
+            os.fsync(file.fileno())
+        with open(partial_path(idx_path), "wb") as index:
+            self._sealed_index = index.name
             self._write_index(index)
-            _sync_and_close(index)
-        if os.path.exists(idx_path):
-            os.remove(idx_path)  # an old index must never describe the new tokens
-        tokens_path, *others = self._paths()
-        os.replace(tokens_path, self._bin_path)
-        os.replace(_partial(idx_path), idx_path)
-        for path in others:
-            os.remove(path)
+            index.flush()
+            os.fsync(index.fileno())
+        self.suspend()
 
     def discard(self) -> None:
         """Close without a result and remove the temporary files."""
         self.suspend()
-        for path in self._paths():
-            if os.path.exists(path):
+        for path in (*self._paths(), *filter(None, [self._sealed_index])):
+            with contextlib.suppress(FileNotFoundError):
                 os.remove(path)
 
     def suspend(self) -> None:
@@ -283,21 +295,12 @@ def _open_partial(path: str, size: int) -> BinaryIO:
     """A temporary file cut to the size that an earlier process was sure of; 0 = a new one."""
     if size == 0:
         return open(path, "wb")
-    file = open(path, "r+b")  # noqa: SIM115 - the builder's until finalize
-    if os.path.getsize(path) < size:
-        file.close()
-        raise DataError(f"{path} is shorter than its record says; remove it and start anew")
+    if not os.path.exists(path) or os.path.getsize(path) < size:
+        raise DataError(
+            f"{path} is gone or shorter than the {size} bytes on record; restore it, or remove the "
+            "record and start anew"
+        )
+    file = open(path, "r+b")  # noqa: SIM115 - the builder's until it is sealed
     file.truncate(size)
     file.seek(size)
     return file
-
-
-def _partial(path: str) -> str:
-    return path + ".partial"
-
-
-def _sync_and_close(file: BinaryIO) -> None:
-    """The bytes are on the disk before a rename makes them visible."""
-    file.flush()
-    os.fsync(file.fileno())
-    file.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import os
 
@@ -100,6 +101,14 @@ class IndexedDataset:
             )
         start = int(self.sequence_pointers[index]) // self.dtype.itemsize + offset
         return self._read(start, count)
+
+    def place_in_document(self, sequence: int) -> tuple[int, int]:
+        """The document that a sequence belongs to, and how many of its tokens come before it."""
+        # By single reads: numpy would copy all boundaries, which lie unaligned in the file.
+        document = bisect.bisect_right(self.document_indices, sequence) - 1
+        first = int(self.document_indices[document])
+        before = int(self.sequence_pointers[sequence]) - int(self.sequence_pointers[first])
+        return document, before // self.dtype.itemsize
 
     def gather(
         self, sequences: np.ndarray, offsets: np.ndarray, lengths: np.ndarray, out: np.ndarray

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from mcore.config.data import DEFAULT_SPLIT, DataConfig
@@ -22,6 +24,7 @@ def build_sft_datasets(
     seed: int,
     encode: Encode,
     eod_id: int,
+    start_ids: Sequence[int] = (),
     budget: int | None = None,
 ) -> Datasets:
     """Read, tokenize and pack the conversations of the three splits.
@@ -31,8 +34,9 @@ def build_sft_datasets(
         sizes: samples wanted of training, validation and test; None = one epoch, 0 = not wanted.
         seq_length: tokens per sample.
         seed: of the order.
-        encode: the tokenizer.
+        encode: the tokenizer on parts of texts; it adds nothing around them.
         eod_id: its end-of-document id, also used as padding.
+        start_ids: what it puts before a whole text, and so before each conversation.
         budget: make training data that is consumed by conversations in rows of so many tokens; the
             other splits are packed to this length.
 
@@ -55,7 +59,7 @@ def build_sft_datasets(
             raise DataError("--sft reads several files as one; leave the weights out")
         if blend.prefixes not in read:
             read[blend.prefixes] = read_conversations(
-                blend.prefixes, encode, eod_id, config.sft_tokenizer_prompt_format
+                blend.prefixes, encode, eod_id, config.sft_tokenizer_prompt_format, start_ids
             )
         data = read[blend.prefixes]
         chosen = split_range(bound, len(data))

@@ -70,6 +70,30 @@ def encode_texts(tokenizer: Tokenizer, texts: Sequence[str]) -> EncodedTexts:
     return lay_end_to_end(tokenizer.tokenize_batch(texts))
 
 
+@runtime_checkable
+class AddsTokens(Protocol):
+    """A tokenizer that puts tokens of its own around every text, such as a leading BOS."""
+
+    @property
+    def start_ids(self) -> tuple[int, ...]:
+        """What it puts before a text."""
+
+    def tokenize_bare(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of each text and nothing around them."""
+
+
+def encode_segments(tokenizer: Tokenizer, texts: Sequence[str]) -> EncodedTexts:
+    """As `encode_texts` for parts of larger texts, whose starts are no starts of a text."""
+    if isinstance(tokenizer, AddsTokens):
+        return lay_end_to_end(tokenizer.tokenize_bare(texts))
+    return encode_texts(tokenizer, texts)
+
+
+def start_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """What the tokenizer puts before a whole text; mostly nothing."""
+    return tokenizer.start_ids if isinstance(tokenizer, AddsTokens) else ()
+
+
 def lay_end_to_end(rows: Sequence[Sequence[int] | np.ndarray]) -> EncodedTexts:
     """One array of all rows, and their lengths."""
     lengths = np.fromiter(map(len, rows), np.int64, len(rows))

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
-from mcore.errors import ConfigError, DataError, UnsupportedError
-from mcore.log import get_logger
-from mcore.tokenizers.base import NO_TOKEN, EncodedTexts, existing_file, lay_end_to_end
-from mcore.tokenizers.fast_bpe import FastBytePairs, read_merges
+from mcore.errors import ConfigError, DataError
+from mcore.tokenizers.base import NO_TOKEN, existing_file
+from mcore.tokenizers.fast_bpe import FastBytePairs, WithFastCore, read_merges
 
 END_OF_TEXT = "<|endoftext|>"
 
 
-class GPT2BPETokenizer:
+class GPT2BPETokenizer(WithFastCore):
     """Byte-level BPE with GPT-2's word pattern; `<|endoftext|>` ends a document.
 
     The characters `<|endoftext|>` inside a text are ordinary text, as in Megatron. `encode_texts`
@@ -46,8 +43,6 @@ class GPT2BPETokenizer:
             ) from error
         self._vocab_file = vocab_file
         self._merge_file = merge_file
-        self._fast: FastBytePairs | None = None
-        self._fast_is_tried = False
         self._backend = Tokenizer(model)
         self._backend.pre_tokenizer = pre_tokenizers.ByteLevel(
             add_prefix_space=False, use_regex=True
@@ -75,31 +70,12 @@ class GPT2BPETokenizer:
         """Token ids of each text, in order, on the library's threads."""
         return [encoding.ids for encoding in self._backend.encode_batch_fast(list(texts))]
 
-    def encode_texts(self, texts: Sequence[str]) -> EncodedTexts:
-        """Token ids of many texts as arrays, by the fastest library that gives the same ids."""
-        fast = self._fast_core()
-        if fast is None:
-            return lay_end_to_end(self.tokenize_batch(texts))
-        rows: list[np.ndarray | list[int]] = []
-        for text in texts:
-            ids = fast.encode(text)
-            rows.append(self.tokenize(text) if ids is None else ids)
-        return lay_end_to_end(rows)
+    def _build_fast_core(self) -> FastBytePairs:
+        vocab = self._backend.get_vocab()
+        return FastBytePairs(vocab, read_merges(self._merge_file), self._backend)
 
-    def _fast_core(self) -> FastBytePairs | None:
-        if not self._fast_is_tried:
-            self._fast_is_tried = True
-            vocab = self._backend.get_vocab()
-            try:
-                self._fast = FastBytePairs(vocab, read_merges(self._merge_file), self._backend)
-            except (UnsupportedError, DataError) as error:
-                get_logger().warning(
-                    "%s and %s: tokenizing the slower way, since %s",
-                    self._vocab_file,
-                    self._merge_file,
-                    error,
-                )
-        return self._fast
+    def _files(self) -> str:
+        return f"{self._vocab_file} and {self._merge_file}"
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """The text of token ids, `<|endoftext|>` spelled out."""

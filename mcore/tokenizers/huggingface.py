@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from mcore.errors import ConfigError, DataError
 from mcore.tokenizers.base import existing_file, pad_of_its_own, read_json
+from mcore.tokenizers.fast_bpe import FastBytePairs, WithFastCore
+from mcore.tokenizers.fast_json import fast_core_of_json
 
 TOKENIZER_FILE = "tokenizer.json"
 # Later files only fill what earlier ones leave open.
@@ -16,11 +21,12 @@ CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 USUAL_END_TOKENS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<|eos|>", "[EOS]")
 
 
-class HuggingFaceTokenizer:
+class HuggingFaceTokenizer(WithFastCore):
     """Any tokenizer of the `tokenizers` library, from a local folder or tokenizer.json.
 
     As in Megatron, special tokens written in the text become their ids, and the tokens that the
-    file's own post-processor adds (a leading BOS, for example) are kept.
+    file's own post-processor adds (a leading BOS, for example) are kept. `encode_texts` uses
+    tiktoken's core for byte-level BPE where it is sure to give the same ids (see `fast_bpe`).
 
     The end-of-document token is `eos_token` (else `sep_token`) of the configuration beside the
     file; a bare tokenizer.json may hold exactly one of the usual end tokens.
@@ -73,9 +79,45 @@ class HuggingFaceTokenizer:
         """Token ids of each text, in order, on the library's threads."""
         return [encoding.ids for encoding in self._backend.encode_batch_fast(list(texts))]
 
+    @functools.cached_property
+    def _around(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return _added_around(self._backend)
+
+    @property
+    def start_ids(self) -> tuple[int, ...]:
+        """What the file's post-processor puts before a text."""
+        return self._around[0]
+
+    def tokenize_bare(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of each text without what the post-processor adds."""
+        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
+
+    def _build_fast_core(self) -> FastBytePairs | None:
+        return fast_core_of_json(read_json(self._file), self._backend)
+
+    def _files(self) -> str:
+        return self._file
+
+    def _dressed(self, ids: np.ndarray) -> np.ndarray:
+        start, end = self._around
+        return np.concatenate([start, ids, end]).astype(np.int32) if start or end else ids
+
     def detokenize(self, ids: Sequence[int]) -> str:
         """The text of token ids, special tokens spelled out."""
         return self._backend.decode(list(ids), skip_special_tokens=False)
+
+
+def _added_around(backend: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Ids that the post-processor puts before and behind every text."""
+    if backend.num_special_tokens_to_add(False) == 0:
+        return (), ()
+    bare = backend.encode("a", add_special_tokens=False).ids
+    whole = backend.encode("a").ids
+    for at in range(len(whole) - len(bare) + 1):
+        if whole[at : at + len(bare)] == bare:
+            return tuple(whole[:at]), tuple(whole[at + len(bare) :])
+    return (), ()
 
 
 def _tokenizer_file(path: str) -> str:

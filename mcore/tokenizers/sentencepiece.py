@@ -83,9 +83,18 @@ class Llama2Tokenizer(GPTSentencePieceTokenizer):
                 "before every text; use GPTSentencePieceTokenizer"
             )
 
+    @property
+    def start_ids(self) -> tuple[int, ...]:
+        """`<s>`."""
+        return (self._bos,)
+
     def tokenize(self, text: str) -> list[int]:
         """`<s>` and the token ids of one text."""
         return [self._bos, *super().tokenize(text)]
+
+    def tokenize_bare(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of each text without `<s>`."""
+        return [super(Llama2Tokenizer, self).tokenize(text) for text in texts]
 
     def _as_array(self, text: str) -> np.ndarray:
         return self._backend.encode_as_numpy(text, add_bos=True)

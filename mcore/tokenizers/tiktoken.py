@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -48,6 +49,11 @@ PATTERNS = {
 }
 
 
+# Somewhere beyond 400,000 blanks before a word the matcher overflows its stack and the call panics.
+_MOST_BLANKS = 300_000
+_TOO_MANY_BLANKS = re.compile(rf"\s{{{_MOST_BLANKS}}}")
+
+
 class TikTokenizer:
     """Special tokens first, then the ranks; `</s>` ends a document.
 
@@ -59,7 +65,8 @@ class TikTokenizer:
         num_special_tokens: ids before the ranks; the first three are `<unk>`, `<s>`, `</s>`.
 
     Raises:
-        DataError: no such file, or it is no rank list.
+        DataError: no such file, or it is no rank list; (from encoding) a text with 300,000 blanks
+            in a row, which tiktoken cannot read.
         ConfigError: the list is too short for vocab_size.
     """
 
@@ -91,6 +98,11 @@ class TikTokenizer:
 
     def tokenize(self, text: str) -> list[int]:
         """Token ids of one text; special tokens written in it are ordinary text."""
+        if len(text) >= _MOST_BLANKS and _TOO_MANY_BLANKS.search(text):
+            raise DataError(
+                f"a text with {_MOST_BLANKS} blanks in a row, which tiktoken cannot read; shorten "
+                "the run, or leave the text out"
+            )
         return self._backend.encode_ordinary(text)
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -99,7 +111,7 @@ class TikTokenizer:
 
     def encode_texts(self, texts: Sequence[str]) -> EncodedTexts:
         """Token ids of many texts as arrays."""
-        return lay_end_to_end([self._backend.encode_ordinary(text) for text in texts])
+        return lay_end_to_end(self.tokenize_batch(texts))
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """The text of token ids, special tokens spelled out."""

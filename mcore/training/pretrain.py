@@ -242,7 +242,7 @@ def _tell_notes(prepared: Prepared, runtime: Runtime) -> None:
 def _batch_sizes(config: RunConfig, resolved: Resolved, data: object) -> NumMicroBatchesCalculator:
     if isinstance(data, BudgetedConversations):
         return TokenBudgetCalculator(data, resolved.global_batch_size, resolved.data_parallel_size)
-    return batch_size_calculator(config, resolved.data_parallel_size)
+    return batch_size_calculator(config.training, resolved.data_parallel_size)
 
 
 def _profile(config: RunConfig, runtime: Runtime) -> PipelineProfile | None:

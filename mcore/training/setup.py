@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from mcore.config.run import Resolved, RunConfig
 from mcore.data.builder import Datasets
 from mcore.data.gpt_dataset import SampleDataset
+from mcore.data.split_source import SplitSource, split_source
 from mcore.data.stable_blend import StableBlend
 from mcore.distributed import (
     DataParallelModule,
@@ -227,20 +228,37 @@ def check_datasets(
 ) -> None:
     """Refuse data that would run out or be missing in the middle of the run.
 
+    A validation split that was given no share, or no path, is a choice, of which the log reminds; a
+    share in which there is no sequence is a mistake.
+
     Raises:
-        ConfigError: no training data, or less than one evaluation or the training needs.
+        ConfigError: no training data, or less than one evaluation or the training needs; the
+            message names the files.
     """
-    names = ("training", "validation", "test")
-    if datasets[0] is None:
-        raise ConfigError(
-            "the training split is empty; give it a share in --split, such as 100,0,0"
-        )
-    for name, dataset, size in zip(names, datasets, sizes, strict=True):
-        if dataset is not None and size is not None and len(dataset) < size:
+    for number, name in enumerate(("training", "validation", "test")):
+        dataset, size = datasets[number], sizes[number]
+        source = split_source(config.data, number)
+        if dataset is None:
+            _answer_missing(number, name, source, config)
+        elif size is not None and len(dataset) < size:
             raise ConfigError(
-                f"the {name} data has {len(dataset)} samples, {size} are needed; train or evaluate "
-                "for fewer iterations, or add data (several prefixes without weights are never "
-                "repeated: give them weights)"
+                f"the {name} data ({source.files}) has {len(dataset)} samples, {size} are needed; "
+                "train or evaluate for fewer iterations, or add data (several prefixes without "
+                "weights are never repeated: give them weights)"
             )
-    if config.evaluation.eval_iters and datasets[1] is None:
-        get_logger().warning("there is no validation data: nothing will be evaluated")
+
+
+def _answer_missing(number: int, name: str, source: SplitSource, config: RunConfig) -> None:
+    is_evaluated = number == 1 and config.evaluation.eval_iters > 0
+    if number == 0 or (is_evaluated and source.lack is None):
+        why = source.lack or "its share of them holds no sequence"
+        raise ConfigError(
+            f"the {name} split of {source.files} is empty: {why}; give it a larger share in "
+            "--split, or data of its own"
+        )
+    if is_evaluated:
+        get_logger().warning(
+            "nothing will be evaluated, for there is no validation data beside %s: %s",
+            source.files,
+            source.lack,
+        )

@@ -24,9 +24,11 @@ def documents(prefix):
 @pytest.fixture
 def text(tmp_path):
     source = tmp_path / "in.jsonl"
-    source.write_text("".join(json.dumps({"text": t}) + "\n" for t in ("1 2", "", "3 4 5", "6")))
+    lines = [json.dumps({"text": t}) for t in ("1 2", "", "3 4 5", "6")]
+    source.write_text("\n".join([*lines, "no JSON"]))
     words = ["--input", str(source), "--output-prefix", str(tmp_path / "t"), *NULL]
-    assert main(["data", "preprocess", *words, "--append-eod", "--workers", "1"]) == 0
+    words += ["--append-eod", "--workers", "1", "--on-bad-line", "skip"]
+    assert main(["data", "preprocess", *words]) == 0
     return str(tmp_path / "t_text_document")
 
 
@@ -54,6 +56,7 @@ def test_merge(text, tmp_path, capsys):
     assert main(["data", "merge", text, text, "--output-prefix", out]) == 0
     assert documents(out) == documents(text) * 2
     assert read_meta(out).tokens == 18
+    assert read_meta(out).faulty_records == 2
     wide = write_corpus(tmp_path / "wide", [[1]], np.int32)
     assert main(["data", "merge", text, wide, "--output-prefix", out]) == 1
     assert "int32" in capsys.readouterr().err
@@ -88,16 +91,27 @@ def test_split_inside_a_document_and_its_note(tmp_path, text):
     ]
 
 
+def documents_of_all_kinds(prefix):
+    """Documents of one, no and several sequences, whose tokens count through the whole corpus."""
+    first = 0
+    with IndexedDatasetBuilder(f"{prefix}.bin", np.int32) as builder:
+        for lengths in ((), (7,), (10, 20), (), (), (11, 3, 2), (64,), (23,), ()):
+            builder.add_document(range(first, first + sum(lengths)), lengths)
+            first += sum(lengths)
+        builder.finalize(f"{prefix}.idx")
+    return str(prefix)
+
+
 @pytest.mark.parametrize(
     "order", [[], ["--data-order", "stable"], ["--dataloader-type", "cyclic"]], ids=str
 )
 def test_provenance_names_the_tokens_of_the_batch(tmp_path, capsys, order):
-    """What the loader reads at an iteration is what the printed pieces hold."""
+    """What the loader reads at an iteration is what `mcore data show` shows of the documents."""
     from mcore.config.data import DataConfig
     from mcore.data.builder import build_train_valid_test_datasets
     from mcore.data.cyclic_sampler import CyclicSampler
 
-    prefix = counting_corpus(tmp_path / "c", [7, 30, 11, 5, 64, 23])
+    prefix = documents_of_all_kinds(tmp_path / "c")
     data = ["--data-path", prefix, "--split", "100,0,0", *order]
     batch = ["--iteration", "3", "--seq-length", "8", "--train-samples", "60"]
     ramp = ["--global-batch-size", "8", "--rampup-batch-size", "4", "4", "16"]
@@ -113,7 +127,13 @@ def test_provenance_names_the_tokens_of_the_batch(tmp_path, capsys, order):
         seed=1234,
         eod_id=0,
     )[0]
-    corpus = [sequence for document in documents(prefix) for sequence in document]
+
+    def shown(document):
+        assert main(["data", "show", prefix, "--document", str(document), "--ids"]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[0].startswith(f"--- document {document}: ")
+        return [int(word) for line in lines[1:] for word in line.split()]
+
     for sample in samples:
         number = sample["sample"]
         if "cyclic" in order:
@@ -122,7 +142,7 @@ def test_provenance_names_the_tokens_of_the_batch(tmp_path, capsys, order):
         read = [
             token
             for piece in sample["pieces"]
-            for token in corpus[piece["document"]][piece["offset"] :][: piece["length"]]
+            for token in shown(piece["document"])[piece["offset"] :][: piece["length"]]
         ]
         row = dataset[number]
         assert read == [*row["tokens"].tolist(), row["labels"].tolist()[-1]]
@@ -136,3 +156,37 @@ def test_provenance_beyond_the_run(tmp_path, capsys):
     assert "beyond the run of 6 samples" in capsys.readouterr().err
     assert main(["data", "provenance", "--iteration", "3", *words]) == 0
     assert "document 0 tokens [" in capsys.readouterr().out
+
+
+def test_provenance_of_a_batch_that_is_decreased(tmp_path, capsys):
+    """10 samples asked for, 8 used: both which samples a batch has and how many are dealt."""
+    from mcore.config.data import DataConfig
+    from mcore.data.builder import build_train_valid_test_datasets
+
+    prefix = counting_corpus(tmp_path / "c", [7, 30, 11, 5, 64, 23])
+    words = ["--data-path", prefix, "--split", "1,0,0", "--seq-length", "8", "--train-iters", "3"]
+    words += ["--global-batch-size", "10", "--micro-batch-size", "4", "--data-parallel-size", "2"]
+    words += ["--decrease-batch-size-if-needed", "--iteration", "3", "--json"]
+    assert main(["data", "provenance", *words]) == 0
+    samples = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [sample["sample"] for sample in samples] == list(range(16, 24))
+    dataset = build_train_valid_test_datasets(
+        DataConfig(data_path=(prefix,), split="1,0,0"),
+        sizes=(24, 0, 0),
+        seq_length=8,
+        seed=1234,
+        eod_id=0,
+    )[0]
+    for sample in samples:
+        wanted = dataset.provenance(sample["sample"])
+        assert [(p["document"], p["offset"], p["length"]) for p in sample["pieces"]] == [
+            (p.document, p.offset, p.length) for p in wanted
+        ]
+
+
+@pytest.mark.parametrize("option", [["--sft"], ["--max-tokens-per-microbatch", "64"]])
+def test_provenance_of_fine_tuning_data_is_refused_by_name(tmp_path, capsys, option):
+    words = ["--data-path", str(tmp_path / "c"), "--seq-length", "8", "--train-iters", "3"]
+    words += ["--global-batch-size", "2", "--iteration", "1", *option]
+    assert main(["data", "provenance", *words]) == 2
+    assert "fine-tuning data" in capsys.readouterr().err

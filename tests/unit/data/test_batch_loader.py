@@ -1,4 +1,6 @@
 import gc
+import os
+import signal
 import threading
 import time
 
@@ -6,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from mcore.data import SingleSampler
+from mcore.data import GPTDataset, IndexedDataset, SampleOptions, SingleSampler
 from mcore.data.batch_loader import BatchLoader
 from mcore.errors import DataError
+from tests.unit.data.corpora import counting_corpus
 
 
 class Slow:
@@ -101,12 +104,10 @@ def test_a_resume_at_another_layout_goes_on_where_the_run_stopped(num_workers, l
             for rank in range(size)
         ]
         for _ in range(3):
-            batch = [
-                index
-                for loader in loaders
-                for _ in range(8 // (mbs * size))
-                for index in next(loader)["sample_index"].tolist()
-            ]
+            batches = [next(loader) for loader in loaders for _ in range(8 // (mbs * size))]
+            batch = [index for one in batches for index in one["sample_index"].tolist()]
+            read = [row for one in batches for row in one["tokens"].tolist()]
+            assert read == [[10 * index + j for j in range(4)] for index in batch]
             assert sorted(batch) == list(range(consumed, consumed + 8))
             seen += batch
             consumed += 8
@@ -135,6 +136,54 @@ def test_an_error_is_raised_where_its_batch_is_taken(num_workers):
                 next(loader)
         assert loader.consumed_samples == 4
     assert data_threads() == []
+
+
+@pytest.mark.parametrize("mmap", [True, False])
+def test_data_sets_can_be_read_in_a_forked_process(tmp_path, mmap):
+    """Both ways of reading share no position in a file between parent and child."""
+    indexed = IndexedDataset(counting_corpus(tmp_path / "c", [50] * 20), mmap=mmap)
+    options = SampleOptions(seq_length=8, seed=1, eod_id=0)
+    dataset = GPTDataset(indexed, np.arange(20), None, options)
+    wanted = [dataset[index]["tokens"].tolist() for index in range(100)]
+
+    def child():
+        for _ in range(5):
+            assert [dataset[index]["tokens"].tolist() for index in range(100)] == wanted
+
+    ends = [forked(child) for _ in range(2)]
+    for _ in range(5):
+        assert [dataset[index]["tokens"].tolist() for index in range(100)] == wanted
+    assert [end() for end in ends] == [0, 0]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_loader_belongs_to_the_process_that_made_it(num_workers):
+    """A forked child has none of its threads; it is told so instead of waiting for ever."""
+    with BatchLoader(Slow(100), sampler(100), num_workers=num_workers) as loader:
+        next(loader)
+
+        def child():
+            with pytest.raises(DataError, match="another process"):
+                next(loader)
+            with BatchLoader(Slow(100), sampler(100), num_workers=num_workers) as own:
+                assert next(own)["sample_index"].tolist() == [0, 1]
+
+        assert forked(child)() == 0
+        assert next(loader)["sample_index"].tolist() == [2, 3]
+
+
+def forked(work):
+    """Do some work in a child, which ends in any case; returns what waits for its exit status."""
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        status = 1
+        try:
+            work()
+            status = 0
+        finally:
+            os._exit(status)
+    return lambda: os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def test_reading_ahead_is_bounded():

@@ -140,6 +140,8 @@ def test_a_blend_reads_each_data_set_in_its_order():
 def test_a_blend_never_reads_past_the_end():
     with pytest.raises(DataError, match="draws 10 from data set 1, which holds 9"):
         BlendedDataset([Numbers("a", 30), Numbers("b", 9)], [0.5, 0.5], 20)
+    with pytest.raises(DataError, match="draws 10 from the/path, which holds 9"):
+        BlendedDataset([Numbers("a", 30), Numbers("b", 9)], [0.5, 0.5], 20, ["x", "the/path"])
     with pytest.raises(DataError, match="20 samples wanted from corpora that hold 5"):
         BlendedDataset([Numbers("a", 3), Numbers("b", 2)], None, 20)
     with pytest.raises(DataError, match="needs a number"):

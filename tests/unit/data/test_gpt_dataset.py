@@ -109,7 +109,9 @@ def test_provenance_names_the_tokens():
             parts = []
             for piece in pieces:
                 corpus = corpora.setdefault(piece.prefix, IndexedDataset(piece.prefix))
-                parts.append(corpus.get(piece.document, piece.offset, piece.length))
+                first, last = corpus.document_indices[piece.document : piece.document + 2]
+                document = np.concatenate([corpus[number] for number in range(first, last)])
+                parts.append(document[piece.offset : piece.offset + piece.length])
             text = np.concatenate(parts).astype(np.int64)
             text[text == 999] = 0
             np.testing.assert_array_equal(text[: CASES[name]["seq_length"]], train[index]["tokens"])
@@ -175,7 +177,7 @@ def test_each_mask_option_alone(tmp_path):
 def test_a_token_of_another_vocabulary_is_named(tmp_path):
     corpus = IndexedDataset(write_corpus(tmp_path / "c", [[1, 2, 3, 4, 5], [6, 7, 8, 500, 9]]))
     dataset = GPTDataset(corpus, np.arange(2), None, options(vocab_size=500))
-    with pytest.raises(DataError, match=r"token id 500 in sequence 1 of .*c is outside"):
+    with pytest.raises(DataError, match=r"token id 500 in document 1 of .*c is outside"):
         dataset[0]
 
 
@@ -257,11 +259,24 @@ def test_corpora_without_weights_are_not_repeated(tmp_path, caplog):
     train = builder(config, (100, 0, 0))[0]
     assert len(train) == 15
     assert "100 samples of the train split are wanted" in caplog.text
+    assert f"its corpora ({paths[0]} {paths[2]}) hold 15 in one pass" in caplog.text
+    assert f"{paths[1]} holds no whole sample of 8 tokens in its train split" in caplog.text
     places = [train.provenance(index)[0] for index in range(15)]
     assert len(set(places)) == 15
     assert builder(config, (6, 0, 0))[0].dataset_index.tolist() == [0, 1, 0, 0, 1, 0]
     with pytest.raises(DataError, match="none of the corpora"):
         builder(DataConfig(data_path=(paths[1], paths[1], paths[1]), split="1"), (4, 0, 0))
+
+
+def test_a_weight_that_is_too_small_is_told(tmp_path, caplog):
+    """Megatron's rule draws the second corpus at once, whatever its weight, the third after 333."""
+    paths = [counting_corpus(tmp_path / name, [81]) for name in ("a", "b", "c")]
+    words = ("0.998", paths[0], "0.001", paths[1], "0.001", paths[2])
+    train = builder(DataConfig(data_path=words, split="1"), (10, 0, 0))[0]
+    assert train.dataset_index[:10].tolist() == [0, 1] + [0] * 8
+    assert len(train.datasets[2]) >= 1
+    assert f"none of the 10 samples of the train split comes from {paths[2]}" in caplog.text
+    assert f"comes from {paths[1]}" not in caplog.text
 
 
 def test_a_weighted_blend_needs_a_number(tmp_path):

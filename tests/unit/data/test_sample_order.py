@@ -129,9 +129,20 @@ def test_the_last_epoch_is_separate_below_80_percent():
 
 
 def test_every_sample_once_an_epoch_and_another_order_each_time():
-    order = build_sample_order(
-        np.full(100, 10, np.int32), np.arange(100), num_samples=40, seq_length=64, seed=1
-    )
+    def deal(seed):
+        return build_sample_order(
+            np.full(100, 10, np.int32), np.arange(100), num_samples=40, seq_length=64, seed=seed
+        )
+
+    order, again, other = deal(1), deal(1), deal(2)
+    for name in ("shuffle_index", "document_index"):
+        first = getattr(order, name).tolist()
+        assert first == getattr(again, name).tolist()
+        assert first != getattr(other, name).tolist()
+        assert first != sorted(first)
+    # Two full passes dealt together, the last one apart: three orders, none of them another's.
+    passes = [order.document_index[at : at + 100].tolist() for at in (0, 100, 200)]
+    assert len(set(map(tuple, passes))) == 3
     before = order.plan.samples_before_final
     assert sorted(order.shuffle_index[:before]) == list(range(before))
     assert sorted(order.shuffle_index.tolist()) == list(range(46))

@@ -5,7 +5,7 @@ import pytest
 
 from mcore.config.data import DataConfig
 from mcore.data.builder import build_train_valid_test_datasets
-from mcore.data.stable_blend import StableBlend
+from mcore.data.stable_blend import StableBlend, match_corpora
 from mcore.data.stable_order import StableOrder, permute
 from mcore.errors import DataError
 from tests.unit.data.corpora import write_corpus
@@ -74,6 +74,25 @@ def test_an_epoch_reads_the_circle_once():
         assert len(tokens) == len(mine) * LENGTH
 
 
+def test_every_epoch_deals_each_sample_once_and_in_another_order():
+    """15 samples an epoch, 62 samples: four orders, no sample more than once ahead of another."""
+
+    def dealt(seed):
+        order = StableOrder(np.full(15, 10), np.arange(15), seq_length=10, seed=seed)
+        places = [order.place(index) for index in range(62)]
+        first = [min(start % 10 for e, start in places if e == epoch) for epoch in range(5)]
+        return [(epoch, (start - first[epoch]) % 150 // 10) for epoch, start in places]
+
+    numbers = dealt(1)
+    epochs = [[number for e, number in numbers if e == epoch] for epoch in range(5)]
+    assert [sorted(epoch) for epoch in epochs[:4]] == [list(range(15))] * 4
+    assert len(set(map(tuple, epochs[:4]))) == 4
+    assert len(epochs[4]) == len(set(epochs[4])) == 2
+    assert list(range(15)) not in epochs
+    assert numbers == dealt(1)
+    assert numbers != dealt(2)
+
+
 def test_a_longer_run_begins_with_the_shorter(corpora):
     short, long = build(corpora[:1], 10), build(corpora[:1], 500)
     assert (len(short), len(long)) == (10, 500)
@@ -116,6 +135,53 @@ def test_other_weights_keep_the_cursors(corpora):
     follow(fourth, range(75))  # the past is still known
     with pytest.raises(DataError, match="no longer in the data path"):
         [third[index] for index in range(50)]
+
+
+def test_a_corpus_keeps_its_cursor_wherever_it_lies(corpora, tmp_path, monkeypatch):
+    """Absolute, relative, moved: the run goes on as under the first spelling."""
+    words = [0.7, corpora[0], 0.3, corpora[1]]
+    straight = build(words, 60)
+    segments = straight.restore([], 0)
+    (tmp_path / "moved").mkdir()
+    for end in ("bin", "idx"):
+        (tmp_path / f"b.{end}").rename(tmp_path / "moved" / f"other.{end}")
+    monkeypatch.chdir(tmp_path)
+    resumed = build([0.7, "a", 0.3, "moved/other"], 60)
+    assert len(resumed.restore(segments, 25)) == 1
+    for index in range(60):
+        np.testing.assert_array_equal(straight[index]["tokens"], resumed[index]["tokens"])
+    alone = build([corpora[0]], 60)
+    segments = alone.restore([], 0)
+    again = build(["./a"], 60)
+    again.restore(segments, 25)
+    np.testing.assert_array_equal(alone[30]["tokens"], again[30]["tokens"])
+
+
+def test_what_changed_is_said(corpora, caplog):
+    segments = build([0.7, corpora[0], 0.3, corpora[1]], 60).restore([], 0)
+    for segment in segments:
+        segment["identities"][corpora[0]] = "of other documents"
+    build([0.7, corpora[0], 0.3, corpora[1]], 60).restore(segments, 25)
+    assert f"{corpora[0]} is not what it was" in caplog.text
+    segments[-1]["weights"] = {"gone": 0.7, corpora[1]: 0.3}
+    del segments[-1]["identities"]
+    caplog.clear()
+    build([0.7, corpora[0], 0.3, corpora[1]], 60).restore(segments, 25)
+    assert f"{corpora[0]} was not in the data before (gone left the data)" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("known", "ours", "names"),
+    [
+        ({"a": "1", "b": "2"}, {"b": "1", "a": "2"}, {"a": "b", "b": "a"}),
+        ({"a": "1", "b": "2"}, {"b": "1"}, {"a": "b", "b": "b (before)"}),
+        ({"a": None, "b": "2"}, {"a": "1", "c": "2"}, {"a": "a", "b": "c"}),
+        ({"a": "1", "b": "1"}, {"a": "1", "c": "1"}, {"a": "a", "b": "c"}),
+        ({"a": "1"}, {"b": "2"}, {"a": "a"}),
+    ],
+)
+def test_which_corpus_is_which(known, ours, names):
+    assert match_corpora(known, ours) == names
 
 
 def test_the_same_weights_change_nothing(corpora):

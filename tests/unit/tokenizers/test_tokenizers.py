@@ -2,8 +2,10 @@
 
 import base64
 import json
+import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,16 +14,49 @@ import sentencepiece
 import tokenizers as backend
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import decoders, models, pre_tokenizers, processors
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from mcore.config.tokenizer import TokenizerConfig
+from mcore.data.conversations import read_conversations
 from mcore.errors import ConfigError, DataError
-from mcore.tokenizers import build_tokenizer, encode_texts
+from mcore.tokenizers import build_tokenizer, encode_segments, encode_texts, start_ids
 from mcore.tokenizers.base import EncodesToArrays
+from mcore.tokenizers.fast_bpe import KNOWN_PATTERNS
 from tests.unit.tokenizers.difficult_texts import DIFFICULT_TEXTS
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "preprocess"
 SP_MODEL = str(GOLDEN / "sp.model")
+
+
+def random_texts():
+    """Characters of every kind, and cuts of words in a mix that no real text has."""
+    generator = np.random.default_rng(3)
+    texts = []
+    for low, high in [(0, 0x80), (0, 0x3000), (0xE000, 0x20000), (0, 0x110000)] * 20:
+        points = generator.integers(low, high, 60)
+        texts.append("".join(chr(p) for p in points if not 0xD800 <= p < 0xE000))
+    bits = [
+        "'s",
+        "'LL",
+        " ",
+        "  ",
+        "\n",
+        "\r\n",
+        "\t",
+        "ab",
+        "Q",
+        "7",
+        "42",
+        "'",
+        "\u00e9",
+        "!?",
+        "x",
+    ]
+    texts += ["".join(generator.choice(bits, 40)) for _ in range(60)]
+    return texts
+
+
+RANDOM = random_texts()
 
 
 def corpus():
@@ -62,11 +97,17 @@ def write_ranks(path, *merges):
     return path
 
 
-def write_huggingface(folder, special=("<|endoftext|>",), post=None, **config):
+def write_huggingface(folder, special=("<|endoftext|>",), post=None, pattern=None, **config):
     """A byte-level tokenizer.json with the golden merges behind some special tokens."""
     model = models.BPE.from_file(str(GOLDEN / "vocab.json"), str(GOLDEN / "merges.txt"))
     tokenizer = backend.Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if pattern == KNOWN_PATTERNS[-1]:
+        tokenizer.normalizer = normalizers.NFC()  # as Qwen 2 has it
+    if pattern is not None:
+        cut = pre_tokenizers.Split(backend.Regex(pattern), "isolated")
+        to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([cut, to_bytes])
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(list(special))
     tokenizer.enable_truncation(8)  # a leftover of training that must not cut documents
@@ -219,6 +260,50 @@ class TestHuggingFace:
         assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.pad) == (2051, 2049, 2050)
         assert tokenizer.tokenize("steal")[0] == 2048  # the file's own template puts it there
 
+    @pytest.mark.parametrize("post", [None, "<bos>"])
+    @pytest.mark.parametrize("pattern", [None, *KNOWN_PATTERNS], ids=["gpt2", "llama3", "qwen2"])
+    def test_the_fast_core_gives_the_same_ids(self, tmp_path, pattern, post):
+        special = ("<|endoftext|>", *([post] if post else []))
+        folder = write_huggingface(tmp_path / "hf", special, post, pattern)
+        tokenizer = from_model("HuggingFaceTokenizer", folder)
+        texts = [*corpus()[:100], *DIFFICULT_TEXTS.values(), "a<|endoftext|>b", "<bos>", *RANDOM]
+        encoded = encode_texts(tokenizer, texts)
+        assert tokenizer._fast is not None
+        rows = tokenizer.tokenize_batch(texts)
+        assert encoded.lengths.tolist() == [len(row) for row in rows]
+        assert encoded.ids.dtype == np.int32
+        assert encoded.ids.tolist() == [token for row in rows for token in row]
+
+    @pytest.mark.parametrize(
+        ("part", "value", "reason"),
+        [
+            ("normalizer", {"type": "Lowercase"}, r"its text is changed first (Lowercase)"),
+            ("pre_tokenizer", {"add_prefix_space": True}, "a blank before each text"),
+            ("pre_tokenizer", {"use_regex": False}, "a rule of its own"),
+            ("model", {"dropout": 0.1}, "its model has dropout 0.1"),
+        ],
+    )
+    def test_where_it_could_differ_it_says_so_and_stays(
+        self, tmp_path, caplog, part, value, reason
+    ):
+        folder = write_huggingface(tmp_path / "hf")
+        content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+        content[part] = {**(content[part] or {}), **value}
+        (folder / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
+        tokenizer = from_model("HuggingFaceTokenizer", folder)
+        encode_texts(tokenizer, ["x"])
+        assert tokenizer._fast is None
+        assert "tokenizing the slower way, since" in caplog.text
+        assert reason in caplog.text
+
+    def test_other_kinds_are_not_talked_about(self, tmp_path, caplog):
+        words = backend.Tokenizer(models.WordLevel({"a": 0, "b": 1, "[UNK]": 2}, "[UNK]"))
+        words.pre_tokenizer = pre_tokenizers.Whitespace()
+        words.save(str(tmp_path / "tokenizer.json"))
+        tokenizer = from_model("HuggingFaceTokenizer", tmp_path)
+        assert encode_texts(tokenizer, ["a b", "c"]).ids.tolist() == [0, 1, 2]
+        assert caplog.text == ""
+
     def test_padding_shared_with_the_end_token_is_none(self, tmp_path):
         folder = write_huggingface(
             tmp_path / "hf", eos_token="<|endoftext|>", pad_token="<|endoftext|>"
@@ -279,6 +364,50 @@ class TestTikToken:
             with pytest.raises(DataError, match=r"ranks\.json"):
                 from_model("TikTokenizer", ranks)
 
+    @pytest.mark.parametrize("pattern", ["v1", "v2"])
+    def test_more_blanks_than_the_library_can_take(self, tmp_path, pattern):
+        ranks = write_ranks(tmp_path / "ranks.json", "ab")
+        tokenizer = from_model("TikTokenizer", ranks, tiktoken_pattern=pattern)
+        assert len(tokenizer.tokenize(" " * 299_999 + "x")) == 300_000
+        for encode in (tokenizer.tokenize, lambda text: encode_texts(tokenizer, [text])):
+            with pytest.raises(DataError, match="300000 blanks in a row"):
+                encode(" " * 1_000_000 + "x")
+
+
+class TestPartsOfATextHaveNoStart:
+    """What fine-tuning lays end to end: one BOS before all, none between."""
+
+    @pytest.mark.parametrize("kind", ["hf", "llama2"])
+    def test_segments(self, tmp_path, kind):
+        if kind == "hf":
+            folder = write_huggingface(tmp_path / "hf", ("<|endoftext|>", "<bos>"), "<bos>")
+            tokenizer = from_model("HuggingFaceTokenizer", folder)
+            bos, plain = 2048, gpt2_bpe()
+        else:
+            tokenizer = from_model("Llama2Tokenizer", SP_MODEL)
+            bos, plain = 1, from_model("GPTSentencePieceTokenizer", SP_MODEL)
+        texts = ["some text", "", "more"]
+        assert tokenizer.tokenize_batch(texts) == [[bos, *plain.tokenize(t)] for t in texts]
+        assert start_ids(tokenizer) == (bos,)
+        assert encode_segments(tokenizer, texts).lengths.tolist() == [
+            len(plain.tokenize(text)) for text in texts
+        ]
+        path = tmp_path / "chat.jsonl"
+        path.write_text('{"prompt": "some text", "response": "more"}\n')
+        data = read_conversations(
+            [str(path)],
+            partial(encode_segments, tokenizer),
+            tokenizer.eod,
+            start_ids=start_ids(tokenizer),
+        )
+        asked, said = plain.tokenize("some text"), plain.tokenize("more")
+        assert data.ids.tolist() == [bos, *asked, *said, tokenizer.eod]
+        assert data.trained.tolist() == [False] * (1 + len(asked)) + [True] * (len(said) + 1)
+
+    def test_most_tokenizers_start_a_text_with_nothing(self):
+        assert start_ids(gpt2_bpe()) == ()
+        assert start_ids(from_model("GPTSentencePieceTokenizer", SP_MODEL)) == ()
+
 
 class TestNull:
     def test_ids(self):
@@ -328,6 +457,37 @@ def test_difficult_text_round_trips(kind, text, tmp_path):
     assert tokenizer.detokenize(ids) == text
     assert all(0 <= i < tokenizer.vocab_size for i in ids)
     assert tokenizer.tokenize_batch([text, "x", text]) == [ids, tokenizer.tokenize("x"), ids]
+
+
+@pytest.fixture(scope="module")
+def byte_fallback_model(tmp_path_factory):
+    """A model that changes no text: characters that it has no piece for become their bytes."""
+    prefix = tmp_path_factory.mktemp("sp") / "m"
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter([line for text in corpus() for line in text.splitlines()]),
+        model_prefix=str(prefix),
+        vocab_size=600,
+        model_type="bpe",
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        minloglevel=2,
+    )
+    return f"{prefix}.model"
+
+
+@pytest.mark.parametrize("text", DIFFICULT_TEXTS.values(), ids=DIFFICULT_TEXTS)
+@pytest.mark.parametrize(
+    "kind", ["GPTSentencePieceTokenizer", "Llama2Tokenizer", "SentencePieceTokenizer"]
+)
+def test_difficult_text_round_trips_through_pieces(kind, text, byte_fallback_model):
+    tokenizer = from_model(kind, byte_fallback_model)
+    ids = tokenizer.tokenize(text)
+    assert all(0 <= i < tokenizer.vocab_size for i in ids)
+    found = tokenizer.detokenize(ids)
+    if kind == "SentencePieceTokenizer":  # special tokens are found in texts, and set off by blanks
+        found, text = (re.sub(r" *(<[^<>]*>) *", r"\1", each) for each in (found, text))
+    assert found == text
 
 
 @pytest.fixture(scope="module")

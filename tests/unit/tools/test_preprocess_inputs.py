@@ -1,11 +1,10 @@
-"""Kinds of input, faulty records, sentences, interrupted runs, and the note beside the output."""
+"""Kinds of input, faulty records, sentences, and the note beside the output."""
 
 import io
 import json
 import struct
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +16,7 @@ from mcore.data import IndexedDataset
 from mcore.data.corpus_meta import TokenizerIdentity, check_meta, read_meta
 from mcore.errors import DataError
 from mcore.tokenizers import build_tokenizer, encode_texts, fingerprint
+from tests.unit.tokenizers.test_tokenizers import write_ranks
 from tests.unit.tools.test_preprocess_data import (
     BPE,
     BYTES,
@@ -29,7 +29,6 @@ from tests.unit.tools.test_preprocess_data import (
     run_failing,
     write_lines,
 )
-from tools import preprocess_data
 from tools.preprocess_data import main
 from tools.sentence_splitting import split_by_rule
 
@@ -138,6 +137,14 @@ class TestFaultyRecords:
         assert f"left out: {source}, line 3: there is no key 'text'" in error
         assert f"left out: {source}, line 4: token id 100 is outside" in error
 
+    def test_a_text_that_the_library_cannot_read(self, tmp_path, capsys):
+        ranks = write_ranks(tmp_path / "ranks.json", "ab")
+        source = write_lines(tmp_path / "in.jsonl", "ab", " " * 1_000_000 + "x", "b")
+        words = ["--tokenizer-type", "TikTokenizer", "--tokenizer-model", str(ranks)]
+        words += ["--on-bad-line", "skip"]
+        assert len(run(tmp_path, source, *words)[1]) == 2
+        assert f"left out: {source}, line 2: a text with 300000 blanks" in capsys.readouterr().err
+
     def test_a_record_is_left_out_under_every_key(self, tmp_path):
         source = tmp_path / "in.jsonl"
         source.write_text('{"a": "1", "b": "x"}\n{"a": "2", "b": "3"}\n')
@@ -174,59 +181,6 @@ class TestSentences:
         _, lengths, documents = read_indexed(tmp_path / "out_text_sentence")
         assert (lengths, documents) == ([4, 3, 2], [0, 2, 3])
         assert read_meta(str(tmp_path / "out_text_sentence")).sentence_splitter is not None
-
-
-class TestInterruptedRuns:
-    @pytest.fixture
-    def source(self, tmp_path):
-        texts = [f"document {i} " * 40 for i in range(4000)]
-        return write_lines(tmp_path / "in.jsonl", *texts)
-
-    def arguments(self, tmp_path, source, name):
-        arguments = ["--input", str(source), "--output-prefix", str(tmp_path / name)]
-        return [*arguments, *BYTES, "--workers", "1", "--append-eod"]
-
-    def interrupt(self, monkeypatch, arguments, chunks):
-        """Stop after some chunks; a state is noted after each."""
-        encode = preprocess_data.encode_in_order
-        clock = iter(range(0, 10**9, 1000))
-
-        def some(*job):
-            for number, result in enumerate(encode(*job)):
-                if number == chunks:
-                    raise KeyboardInterrupt
-                yield result
-
-        with monkeypatch.context() as patch:
-            patch.setattr(preprocess_data, "encode_in_order", some)
-            patch.setattr(time, "monotonic", lambda: next(clock))
-            with pytest.raises(KeyboardInterrupt):
-                main(arguments)
-
-    def test_the_same_command_goes_on(self, tmp_path, source, monkeypatch, capsys):
-        assert main(self.arguments(tmp_path, source, "whole")) == 0
-        arguments = self.arguments(tmp_path, source, "out")
-        self.interrupt(monkeypatch, arguments, 3)
-        assert not (tmp_path / "out_text_document.idx").exists()
-        with open(tmp_path / "out_text_document.bin.partial", "ab") as file:
-            file.write(b"what was not yet noted")
-        capsys.readouterr()
-        assert main(arguments) == 0
-        assert "an interrupted run goes on at" in capsys.readouterr().err
-        whole = tmp_path / "whole_text_document"
-        assert bytes_of(tmp_path / "out_text_document") == bytes_of(whole)
-        assert read_meta(str(tmp_path / "out_text_document")) == read_meta(str(whole))
-        assert not list(tmp_path.glob("*.partial"))
-        assert not list(tmp_path.glob("*state*"))
-
-    def test_another_input_starts_anew(self, tmp_path, source, monkeypatch, capsys):
-        arguments = self.arguments(tmp_path, source, "out")
-        self.interrupt(monkeypatch, arguments, 2)
-        write_lines(source, "other")
-        assert main(arguments) == 0
-        assert "goes on" not in capsys.readouterr().err
-        assert len(read_indexed(tmp_path / "out_text_document")[1]) == 1
-        assert not list(tmp_path.glob("*.partial"))
 
 
 class TestFastByteLevelBPE:

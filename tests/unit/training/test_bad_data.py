@@ -7,6 +7,8 @@ import pytest
 
 from mcore.data import IndexedDatasetBuilder
 from mcore.errors import ConfigError, DataError
+from mcore.training.arguments import build_config, parse
+from mcore.training.setup import check_datasets
 from tests.equivalence.program import Layout, train
 from tests.equivalence.tiny import command, write_corpus
 
@@ -44,8 +46,40 @@ def test_a_damaged_index(corpus, tmp_path):
 
 
 def test_an_empty_training_split(corpus):
-    with pytest.raises(ConfigError, match="training split is empty; .*--split"):
+    with pytest.raises(ConfigError, match=f"{corpus} is empty: --split 0,100,0 gives it no share"):
         train(command(corpus, 2, "--split 0,100,0"))
+
+
+def test_a_share_without_a_sequence_that_is_measured_whole(corpus):
+    words = command(corpus, 2, "--split 99.99,0.01,0 --full-validation --eval-iters 1")
+    with pytest.raises(ConfigError, match=f"validation split of {corpus} is empty: its share"):
+        train(words)
+
+
+@pytest.mark.parametrize("way", ["--split 100,0,0", "--train-data-path"])
+def test_evaluation_without_validation_data_is_a_choice_and_told(corpus, caplog, way):
+    words = command(corpus, 2, "--eval-iters 5")
+    at = words.index("--split")
+    del words[at : at + 2]
+    if way == "--train-data-path":
+        words[words.index("--data-path")] = way
+        why = "there is no --valid-data-path"
+    else:
+        words += way.split()
+        why = "--split 100,0,0 gives it no share"
+    check_datasets((range(8), None, None), (8, 5, 5), build_config(parse(words)))
+    assert f"nothing will be evaluated, for there is no validation data beside {corpus}: {why}" in (
+        caplog.text
+    )
+
+
+def test_more_than_there_is(corpus, tmp_path):
+    other = write_corpus(tmp_path / "other", 30)
+    words = command("DATA", 10_000)
+    at = words.index("DATA")
+    words[at : at + 1] = [corpus, other]
+    with pytest.raises(ConfigError, match=rf"training data \({corpus} {other}\) has \d+ samples"):
+        train(words)
 
 
 @pytest.mark.parametrize("length", [1, 2, 16, 17, 18])
