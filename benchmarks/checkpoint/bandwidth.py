@@ -2,8 +2,10 @@
 
     python benchmarks/checkpoint/bandwidth.py --ranks 2 --megabytes 300
 
-Every way writes the same bytes, a slice per rank, and flushes them to the disk; reads come from the
-system's cache. All ways alternate within each repetition, because disks and neighbours drift.
+Every way writes the same bytes, a slice per rank, into an empty folder and flushes them to the
+disk; what they wrote before is deleted outside of what is timed. Each reads twice: from the
+system's cache, and from the disk after the cache was asked to forget the files. All ways alternate
+within each repetition, because disks and neighbours drift.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ from torch import Tensor
 from mcore.checkpoint import Rectangle, ShardedTensor, load, save
 
 ROWS, COLUMNS = 1024, 1024
+RAW = "raw file"
 State = dict[str, Tensor]
+Seconds = list[float]
 Action = Callable[[Path, State], Any]
 
 
@@ -77,7 +81,7 @@ def torch_load(folder: Path, tensors: State) -> None:
 
 
 WAYS: dict[str, tuple[Action, Action]] = {
-    "raw file": (raw_write, raw_read),
+    RAW: (raw_write, raw_read),
     "mcore": (
         lambda folder, tensors: save(folder / "mcore", 1, sharded(tensors), {}),
         lambda folder, tensors: load(folder / "mcore", sharded(tensors)),
@@ -98,6 +102,35 @@ def timed(action: Action, folder: Path, tensors: State) -> float:
     return time.perf_counter() - start
 
 
+def forget_cached(folder: Path) -> None:
+    """Have the next reading come from the disk."""
+    if dist.get_rank() == 0:
+        for path in folder.rglob("*"):
+            if path.is_file():
+                with path.open("rb") as file:
+                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    dist.barrier()
+
+
+def one_round(way: tuple[Action, Action], folder: Path, tensors: State, target: State) -> Seconds:
+    """Seconds of a save, a load from the cache and one from the disk."""
+    if dist.get_rank() == 0:
+        folder.mkdir()
+    write, read = way
+    seconds = [timed(write, folder, tensors)]
+    for is_cold in (False, True):
+        for data in target.values():
+            data.fill_(1)
+        if is_cold:
+            forget_cached(folder)
+        seconds.append(timed(read, folder, target))
+        assert all(torch.equal(target[key], tensors[key]) for key in tensors)
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder)
+    dist.barrier()
+    return seconds
+
+
 def measure(rank: int, args: argparse.Namespace, folder: Path) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), args.ranks)
@@ -105,25 +138,35 @@ def measure(rank: int, args: argparse.Namespace, folder: Path) -> None:
     count = max(1, round(args.megabytes * 1e6 / args.ranks / (4 * ROWS * COLUMNS)))
     tensors = {f"weight{i}": torch.randn(ROWS, COLUMNS) for i in range(count)}
     target = {name: torch.ones_like(data) for name, data in tensors.items()}
-    seconds: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in WAYS}
+    ways = {name: way for name, way in WAYS.items() if not args.only or name in args.only}
+    rounds: dict[str, list[Seconds]] = {name: [] for name in ways}
     for _ in range(args.repeats + 1):
-        for name, (write, read) in WAYS.items():
-            seconds[name][0].append(timed(write, folder, tensors))
-            seconds[name][1].append(timed(read, folder, target))
-            assert all(torch.equal(target[key], tensors[key]) for key in tensors)
-            for data in target.values():
-                data.fill_(1)
-            if rank == 0 and name == "torch.distributed.checkpoint":
-                shutil.rmtree(folder / "dcp")
-            dist.barrier()
+        for name, way in ways.items():
+            rounds[name].append(one_round(way, folder / "files", tensors, target))
     if rank == 0:
-        megabytes = count * args.ranks * 4 * ROWS * COLUMNS / 1e6
-        print(f"{megabytes:.0f} MB, {args.ranks} ranks; MB/s, median (best)")
-        for name, times in seconds.items():
-            rates = [[megabytes / second for second in part[1:]] for part in times]  # 1 = warm-up
-            text = [f"{statistics.median(rate):6.0f} ({max(rate):.0f})" for rate in rates]
-            print(f"{name:<30} save {text[0]:<16} load {text[1]}")
+        report(count * args.ranks * 4 * ROWS * COLUMNS / 1e6, args.ranks, rounds)
     dist.destroy_process_group()
+
+
+def report(megabytes: float, ranks: int, rounds: dict[str, list[Seconds]]) -> None:
+    """Megabytes per second, and what that is of a raw file's; the first round warms up."""
+    print(f"{megabytes:.0f} MB, {ranks} ranks; MB/s, median (best)")
+    rates = {
+        name: [[megabytes / second for second in column] for column in zip(*times[1:], strict=True)]
+        for name, times in rounds.items()
+    }
+    for name, columns in rates.items():
+        text = [f"{statistics.median(rate):6.0f} ({max(rate):.0f})" for rate in columns]
+        print(f"{name:<30} save {text[0]:<14} load {text[1]:<15} cold {text[2]}")
+    if RAW in rates:
+        save_rate, load_rate, cold_rate = (statistics.median(column) for column in rates[RAW])
+        for name, columns in rates.items():
+            save, load, cold = (statistics.median(column) for column in columns)
+            print(
+                f"{name:<30} of raw: save {save / save_rate:.2f}, load {load / load_rate:.2f}, "
+                f"cold {cold / cold_rate:.2f}; load of raw write {load / save_rate:.2f}, cold of "
+                f"raw write {cold / save_rate:.2f}"
+            )
 
 
 def main() -> None:
@@ -131,6 +174,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--megabytes", type=float, default=300.0)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--only", action="append", help="a way; all of them when absent")
     parser.add_argument("--dir", type=Path, help="where to write; the system's temporary folder")
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp(dir=args.dir))

@@ -10,7 +10,7 @@ from mcore.checkpoint.commit import (
     unfinished_iterations,
 )
 from mcore.checkpoint.fallback import candidates, first_good
-from mcore.checkpoint.loader import LoadResult, load
+from mcore.checkpoint.loader import LoadResult, Source, load
 from mcore.checkpoint.rank_local import RankLocal
 from mcore.checkpoint.reader import (
     CheckpointReader,
@@ -38,6 +38,7 @@ __all__ = [
     "Rectangle",
     "Retention",
     "ShardedTensor",
+    "Source",
     "candidates",
     "complete_iterations",
     "differences",

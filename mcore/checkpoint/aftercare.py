@@ -7,11 +7,17 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from mcore.checkpoint.commit import POINTER_NAME, complete_iterations, point_to
+from mcore.checkpoint.commit import (
+    POINTER_NAME,
+    complete_iterations,
+    delete_leftovers,
+    point_to,
+    take_back,
+)
 from mcore.checkpoint.reader import read_metadata
 from mcore.checkpoint.retention import Retention
 from mcore.checkpoint.together import process_group, rank_in, run_together
-from mcore.checkpoint.verify import verify_file
+from mcore.checkpoint.verify import verify, verify_file
 from mcore.errors import DamagedCheckpointError
 
 
@@ -20,7 +26,8 @@ class Aftercare:
     """What to do once a checkpoint exists.
 
     Attributes:
-        verify: read every byte of it back.
+        verify: read every byte of it back. That is done all the same where it is about to be the
+            only one.
         retention: which older ones stay.
     """
 
@@ -31,7 +38,8 @@ class Aftercare:
         """Verify, then delete older ones. Collective.
 
         Args:
-            directory: of the checkpoint that was just written.
+            directory: of the checkpoint that was just written, by `save` without `settle` if what
+                it replaced is to be gone back to.
             group: the ranks that wrote it, which share the reading; None = all ranks of the job,
                 or this process alone.
 
@@ -39,24 +47,32 @@ class Aftercare:
 
         Raises:
             DamagedCheckpointError: what was read is not what was written. The pointer then names
-                the checkpoint before, and nothing was deleted.
+                the checkpoint before, or what was written of this iteration before is back, and
+                nothing was deleted.
             CheckpointError: the disk refuses.
         """
         group = process_group(group)
-        iteration = run_together(group, lambda: read_metadata(directory).iteration)[0]
-        if self.verify:
+        iteration, is_last = run_together(group, lambda: self._look(directory, group))[0]
+        if self.verify or is_last:
             try:
                 run_together(group, lambda: _read_back(directory, group))
             except DamagedCheckpointError:
                 if rank_in(group) == 0:
-                    _point_before(directory.parent, iteration)
+                    _go_back(directory, iteration)
                 raise
-        if self.retention.keep_latest is not None:
-            run_together(group, lambda: self._delete(directory.parent, iteration, group))
+        run_together(group, lambda: self._delete(directory, iteration, group))
 
-    def _delete(self, root: Path, iteration: int, group: dist.ProcessGroup | None) -> None:
+    def _look(self, directory: Path, group: dist.ProcessGroup | None) -> tuple[int, bool]:
+        """The iteration, and whether no other checkpoint will be left; the first rank looks."""
+        if rank_in(group) != 0:
+            return 0, False
+        iteration = read_metadata(directory).iteration
+        return iteration, self.retention.leaves_one(directory.parent, iteration)
+
+    def _delete(self, directory: Path, iteration: int, group: dist.ProcessGroup | None) -> None:
         if rank_in(group) == 0:
-            self.retention.apply(root, iteration)
+            delete_leftovers(directory, read_metadata(directory).files)
+            self.retention.apply(directory.parent, iteration)
 
 
 def _read_back(directory: Path, group: dist.ProcessGroup | None) -> None:
@@ -72,7 +88,11 @@ def _read_back(directory: Path, group: dist.ProcessGroup | None) -> None:
         )
 
 
-def _point_before(root: Path, iteration: int) -> None:
+def _go_back(directory: Path, iteration: int) -> None:
+    """To what was written of this iteration before, if that is good, or to the one before it."""
+    if take_back(directory) and not verify(directory):
+        return
+    root = directory.parent
     older = [number for number in complete_iterations(root) if number < iteration]
     if older:
         point_to(root, older[-1])

@@ -107,7 +107,15 @@ class AsyncSaver:
         state = copy.deepcopy(dict(common))
 
         def write(group: dist.ProcessGroup | None) -> None:
-            path = save(root, iteration, staged, state, rank_local=rank_local, group=group)
+            path = save(
+                root,
+                iteration,
+                staged,
+                state,
+                rank_local=rank_local,
+                group=group,
+                settle=aftercare is None,
+            )
             if aftercare is not None:
                 aftercare.apply(path, group)
 

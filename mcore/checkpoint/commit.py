@@ -15,6 +15,7 @@ from pathlib import Path
 from mcore.errors import CheckpointError, DamagedCheckpointError
 
 METADATA_NAME = "metadata.json"
+REPLACED_NAME = f".{METADATA_NAME}.replaced"
 POINTER_NAME = "latest_checkpointed_iteration.txt"
 _ITERATION = re.compile(r"iter_([0-9]{7,})")
 
@@ -108,13 +109,32 @@ def find_checkpoint(path: str | os.PathLike[str], iteration: int | None = None) 
 
 
 def publish(directory: Path, metadata: bytes) -> None:
-    """Make a checkpoint exist: its shards are on disk, now its `metadata.json` appears."""
+    """Make a checkpoint exist: its shards are on disk, now its `metadata.json` appears.
+
+    One that is replaced can be taken back until its leftovers are deleted.
+    """
+    path, replaced = directory / METADATA_NAME, directory / REPLACED_NAME
+    if path.is_file():
+        replace_file(replaced, path.read_bytes())
+    else:
+        replaced.unlink(missing_ok=True)
     _sync_directory(directory)
-    replace_file(directory / METADATA_NAME, metadata)
+    replace_file(path, metadata)
+
+
+def take_back(directory: Path) -> bool:
+    """Let the checkpoint that was replaced here exist again; whether there was one."""
+    replaced = directory / REPLACED_NAME
+    if not replaced.is_file():
+        return False
+    os.replace(replaced, directory / METADATA_NAME)
+    _sync_directory(directory)
+    return True
 
 
 def delete_leftovers(directory: Path, shards: Collection[str]) -> None:
     """Delete the shards of saves that died or were replaced; `shards` are those in use."""
+    (directory / REPLACED_NAME).unlink(missing_ok=True)
     for entry in directory.glob("*.safetensors"):
         if entry.name not in shards:
             entry.unlink(missing_ok=True)

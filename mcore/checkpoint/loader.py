@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import warnings
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,16 @@ from mcore.checkpoint.planner import LoadPlanner
 from mcore.checkpoint.rank_local import RankLocal, is_rank_local
 from mcore.checkpoint.reader import read_metadata
 from mcore.checkpoint.saver import as_sharded
-from mcore.checkpoint.shard_file import ShardReader
+from mcore.checkpoint.shard_reader import ShardReader
 from mcore.checkpoint.sharded_tensor import ShardedTensor, whole_tensor
 from mcore.checkpoint.storage import ShardLoader
 from mcore.checkpoint.together import as_checkpoint_error, process_group, run_together
 from mcore.errors import CheckpointError
 from mcore.log import get_logger
 from mcore.topology.group import Group
+
+#: Gives the key to read a tensor from: its own or another's, out of those that are stored.
+Source = Callable[[str, Mapping[str, TensorRecord]], str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +43,8 @@ class LoadResult:
         common: its JSON state.
         directory: where it lies.
         missing: keys that were asked for and are not in it; empty unless `allow_missing`.
-        unexpected: keys in it that no rank asked for.
+        unexpected: keys in it that no rank read or asked for; state of single ranks counts where
+            it was not asked for.
         rank_local: this rank's own tensors by name; None = they were not asked for, there are none
             or they belong to another layout.
     """
@@ -55,9 +59,10 @@ class LoadResult:
 
 @dataclass(slots=True)
 class _Fit:
-    """How the wishes of one or all ranks fit the checkpoint."""
+    """How the wishes of one or all ranks fit the checkpoint; `used` are the keys that are read."""
 
     wanted: set[str] = field(default_factory=set)
+    used: set[str] = field(default_factory=set)
     missing: set[str] = field(default_factory=set)
     misfits: set[str] = field(default_factory=set)
 
@@ -67,6 +72,7 @@ def load(
     tensors: Mapping[str, ShardedTensor | Tensor],
     *,
     iteration: int | None = None,
+    source: Source | None = None,
     allow_missing: bool = False,
     rank_local: RankLocal | None = None,
     group: Group | dist.ProcessGroup | None = None,
@@ -80,6 +86,8 @@ def load(
         root: save root, or the directory of one iteration.
         tensors: what this rank holds, by layout-free key.
         iteration: which one; None = the one that the pointer names.
+        source: where another key may stand in for one of `tensors`, which of them is read; it has
+            to give the same on all ranks.
         allow_missing: leave tensors alone that the checkpoint lacks, and tolerate keys that it has
             beyond those asked for; both are listed in the result. Otherwise either is an error,
             except that whole families (the part before the first dot, such as `exp_avg`) may be
@@ -100,12 +108,19 @@ def load(
 
     def match() -> _Fit:
         metadata = read_metadata(directory)
+        sources = {key: key if source is None else source(key, metadata.tensors) for key in tensors}
+        fit = _match(
+            metadata, {key: as_sharded(key, value) for key, value in tensors.items()}, sources
+        )
+        metadata = _with_stand_ins(metadata, sources)
         found.append((metadata, _own_tensors(directory, metadata, rank_local)))
-        return _match(metadata, {key: as_sharded(key, value) for key, value in tensors.items()})
+        return fit
 
     fit = _merge(run_together(handle, match))
     metadata, own = found[0]
-    unexpected = {key for key in metadata.tensors if not is_rank_local(key)} - fit.wanted
+    asks_for_own = rank_local is not None
+    stored = {key for key in metadata.tensors if not (asks_for_own and is_rank_local(key))}
+    unexpected = stored - fit.wanted - fit.used
     _complain(directory, fit, unexpected, allow_missing)
     state = {
         key: as_sharded(key, value) for key, value in tensors.items() if key not in fit.missing
@@ -142,15 +157,27 @@ def _dcp_load(
         raise as_checkpoint_error(error) from error
 
 
-def _match(metadata: CheckpointMetadata, wanted: Mapping[str, ShardedTensor]) -> _Fit:
-    fit = _Fit(wanted=set(wanted))
+def _match(
+    metadata: CheckpointMetadata, wanted: Mapping[str, ShardedTensor], sources: Mapping[str, str]
+) -> _Fit:
+    fit = _Fit(wanted=set(wanted), used=set(sources.values()))
     for key, tensor in wanted.items():
-        record = metadata.tensors.get(key)
+        record = metadata.tensors.get(sources[key])
         if record is None:
             fit.missing.add(key)
         elif problem := _misfit(record, tensor):
-            fit.misfits.add(f"{key} {problem}")
+            fit.misfits.add(f"{sources[key]} {problem}")
     return fit
+
+
+def _with_stand_ins(metadata: CheckpointMetadata, sources: Mapping[str, str]) -> CheckpointMetadata:
+    """The metadata as if each key were stored as the one that stands in for it."""
+    records = {
+        key: metadata.tensors[source]
+        for key, source in sources.items()
+        if key != source and source in metadata.tensors
+    }
+    return replace(metadata, tensors=metadata.tensors | records)
 
 
 def _misfit(record: TensorRecord, tensor: ShardedTensor) -> str | None:
@@ -165,6 +192,7 @@ def _merge(fits: list[_Fit]) -> _Fit:
     merged = _Fit()
     for fit in fits:
         merged.wanted |= fit.wanted
+        merged.used |= fit.used
         merged.missing |= fit.missing
         merged.misfits |= fit.misfits
     return merged

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mcore.checkpoint.commit import METADATA_NAME, find_checkpoint
 from mcore.checkpoint.metadata import CheckpointMetadata, decode_metadata
-from mcore.checkpoint.shard_file import ShardReader
+from mcore.checkpoint.shard_reader import ShardReader
 from mcore.checkpoint.together import process_group, run_together
 from mcore.errors import CheckpointError, DamagedCheckpointError
 from mcore.topology.group import Group

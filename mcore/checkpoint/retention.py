@@ -9,12 +9,13 @@ from pathlib import Path
 
 from mcore.checkpoint.commit import (
     METADATA_NAME,
+    REPLACED_NAME,
     complete_iterations,
     iteration_directory,
     unfinished_iterations,
 )
 from mcore.checkpoint.reader import read_metadata
-from mcore.checkpoint.shard_file import ShardReader
+from mcore.checkpoint.shard_reader import ShardReader
 from mcore.errors import CheckpointError
 
 
@@ -43,6 +44,12 @@ class Retention:
             for iteration in older[: -self.keep_latest]
             if self.keep_every is None or iteration % self.keep_every
         ]
+
+    def leaves_one(self, root: Path, saved: int) -> bool:
+        """Whether `apply` will delete checkpoints until that of `saved` is the only one."""
+        iterations = complete_iterations(root)
+        doomed = self.doomed(iterations, saved)
+        return bool(doomed) and len(iterations) - len(doomed) == 1
 
     def apply(self, root: Path, saved: int) -> None:
         """Delete what is not kept, and the remains of saves that died before `saved`.
@@ -83,6 +90,7 @@ def _delete(directory: Path) -> None:
         ours = entry.name in names or entry.match("shard_[0-9]*.*.safetensors")
         if ours and not entry.is_symlink():
             entry.unlink(missing_ok=True)
-    (directory / f".{METADATA_NAME}.tmp").unlink(missing_ok=True)
+    for name in (f".{METADATA_NAME}.tmp", REPLACED_NAME):
+        (directory / name).unlink(missing_ok=True)
     if not any(directory.iterdir()):
         directory.rmdir()

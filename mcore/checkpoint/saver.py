@@ -48,6 +48,7 @@ def save(
     *,
     rank_local: RankLocal | None = None,
     group: Group | dist.ProcessGroup | None = None,
+    settle: bool = True,
 ) -> Path:
     """Write the checkpoint of an iteration and let the pointer name it. Collective.
 
@@ -63,6 +64,8 @@ def save(
         rank_local: state of this rank alone, given by all ranks or by none.
         group: ranks that save together; None = all ranks of the job, or this process alone where
             torch.distributed is not initialised.
+        settle: delete what was there of this iteration before; False leaves it to an `Aftercare`,
+            which can go back to it.
 
     Returns:
         Directory of the iteration.
@@ -90,7 +93,8 @@ def save(
         metadata = CheckpointMetadata(iteration, dict(common), layout, records, files, versions())
         publish(directory, encode_metadata(metadata))
         point_to(Path(root), iteration)
-        delete_leftovers(directory, files)
+        if settle:
+            delete_leftovers(directory, files)
 
     path = directory / f"shard_{rank_in(handle):05d}.{token}.safetensors"
     try:

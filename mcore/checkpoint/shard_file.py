@@ -1,4 +1,4 @@
-"""One safetensors file: written and read in a stream, with checksums.
+"""One safetensors file: written in a stream, with checksums.
 
 The layout is that of safetensors: 8 bytes length of the header (little-endian), the header in JSON
 with name, type, shape and byte range of each tensor, then the bytes.
@@ -7,15 +7,12 @@ with name, type, shape and byte range of each tensor, then the bytes.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import math
 import os
-import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,13 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mcore.checkpoint.checksum import crc32
 from mcore.checkpoint.metadata import DTYPE_NAMES, ChunkRecord, FileRecord
-from mcore.errors import DamagedCheckpointError
 
-# Chunks that wait for the hashing thread; bounds the host memory that a save from a GPU takes.
-_IN_FLIGHT = 4
-# Threads that read and check boxes while the caller copies the one before.
-_READERS = 2
+# Bytes that wait for the hashing thread; bounds the host memory that a save from a GPU takes.
+_IN_FLIGHT_BYTES = 64 * 2**20
+# The disk is told to begin with so many bytes, not only at the end with all of them.
+_FLUSH_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,42 +77,94 @@ def write_shard(
 def _write(
     path: Path, items: Sequence[ShardItem], header: bytes
 ) -> tuple[FileRecord, list[ChunkRecord]]:
-    digest = hashlib.sha256(header)
-    sums: deque[Future[int]] = deque()
-    checksums: list[int] = []
+    records: list[ChunkRecord] = []
+    start = len(header)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-
-    def hash_bytes(data: memoryview) -> int:
-        digest.update(data)
-        return zlib.crc32(data)
-
     with (
         os.fdopen(os.open(path, flags, 0o666), "wb", buffering=1 << 20) as file,
-        ThreadPoolExecutor(1) as hasher,
-        ThreadPoolExecutor(1) as flusher,
+        _Digest(header) as digest,
+        _Flusher(file.fileno()) as flusher,
     ):
         file.write(header)
-        flush = flusher.submit(os.fsync, file.fileno())
         for item in items:
             data = _host_bytes(item)
-            # One thread, so in order; it runs beside the write: hashlib and zlib free the GIL.
-            sums.append(hasher.submit(hash_bytes, data))
+            digest.update(data)
+            place = (path.name, item.name, start, item.nbytes)
+            records.append(ChunkRecord(item.offsets, item.sizes, *place, crc32(data)))
             file.write(data)
-            if flush.done():  # keep the disk busy from the start, not only at the end
-                flush.result()
-                flush = flusher.submit(os.fsync, file.fileno())
-            while len(sums) > _IN_FLIGHT:
-                checksums.append(sums.popleft().result())
+            flusher.wrote(item.nbytes)
+            start += item.nbytes
         file.flush()
-        flush.result()
-        os.fsync(file.fileno())
-        checksums += [future.result() for future in sums]
-    records, start = [], len(header)
-    for item, crc in zip(items, checksums, strict=True):
-        place = (path.name, item.name, start, item.nbytes)
-        records.append(ChunkRecord(item.offsets, item.sizes, *place, crc))
-        start += item.nbytes
-    return FileRecord(start, digest.hexdigest()), records
+        flusher.finish()
+        return FileRecord(start, digest.finish()), records
+
+
+class _Digest:
+    """SHA-256 of what is written, computed beside the writing: hashlib frees the GIL."""
+
+    def __init__(self, header: bytes) -> None:
+        self._digest = hashlib.sha256(header)
+        self._pending: deque[tuple[int, Future[None]]] = deque()
+        self._waiting = 0
+        self._thread = ThreadPoolExecutor(1)  # one, so in order
+
+    def __enter__(self) -> _Digest:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.shutdown()
+
+    def update(self, data: memoryview) -> None:
+        """Take the next bytes; waits where too many are under way."""
+        self._pending.append((len(data), self._thread.submit(self._digest.update, data)))
+        self._waiting += len(data)
+        while self._waiting > _IN_FLIGHT_BYTES:
+            self._settle()
+
+    def finish(self) -> str:
+        """The digest, in hexadecimal."""
+        while self._pending:
+            self._settle()
+        return self._digest.hexdigest()
+
+    def _settle(self) -> None:
+        nbytes, future = self._pending.popleft()
+        future.result()
+        self._waiting -= nbytes
+
+
+class _Flusher:
+    """Has a file flushed to the disk beside the writing."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._unflushed = 0
+        self._flush: Future[None] | None = None
+        self._thread = ThreadPoolExecutor(1)
+
+    def __enter__(self) -> _Flusher:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.shutdown()
+
+    def wrote(self, nbytes: int) -> None:
+        """So many more bytes are on their way."""
+        self._unflushed += nbytes
+        if self._unflushed < _FLUSH_BYTES or not (self._flush is None or self._flush.done()):
+            return
+        self._settle()
+        self._flush = self._thread.submit(os.fsync, self._descriptor)
+        self._unflushed = 0
+
+    def finish(self) -> None:
+        """Wait until all that was written is on the disk."""
+        self._settle()
+        os.fsync(self._descriptor)
+
+    def _settle(self) -> None:
+        if self._flush is not None:
+            self._flush.result()
 
 
 def _header(items: Iterable[ShardItem], remarks: Mapping[str, str]) -> bytes:
@@ -145,115 +194,3 @@ def byte_view(tensor: Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor."""
     array: Any = tensor.reshape(-1).view(torch.uint8).numpy()
     return memoryview(array)
-
-
-class ShardReader:
-    """Reads boxes from the files of one checkpoint; each is checked against its CRC-32 as it comes.
-
-    A few buffers of the size of a box are reused: memory does not depend on what is read.
-    """
-
-    def __init__(self, directory: Path, files: dict[str, FileRecord]) -> None:
-        self._directory = directory
-        self._files = files
-        self._buffers = [
-            torch.empty(0, dtype=torch.uint8, device="cpu") for _ in range(_READERS + 1)
-        ]
-
-    def check_sizes(self, chunks: Iterable[ChunkRecord]) -> None:
-        """Look whether the files are as large as recorded, before memory is taken for them.
-
-        Raises:
-            DamagedCheckpointError: a file is absent or has another size.
-        """
-        for name in {chunk.file for chunk in chunks}:
-            with self._open(name):
-                pass
-
-    def read(
-        self, chunks: Iterable[ChunkRecord], targets: Mapping[ChunkRecord, Tensor] | None = None
-    ) -> Iterator[tuple[ChunkRecord, Tensor]]:
-        """Read boxes, file by file.
-
-        Args:
-            chunks: which.
-            targets: where the bytes of some of them are to come to lie: 1-D uint8 tensors.
-
-        Yields:
-            Each box with its bytes, a 1-D uint8 tensor: its target, or a buffer that is valid until
-            the next box is asked for.
-
-        Raises:
-            DamagedCheckpointError: a file is absent, has another size or other bytes than recorded.
-        """
-        targets = targets or {}
-        ordered = sorted(chunks, key=lambda chunk: (chunk.file, chunk.start))
-        with ThreadPoolExecutor(_READERS) as executor:
-            for name, of_file in itertools.groupby(ordered, key=lambda chunk: chunk.file):
-                with self._open(name) as descriptor:
-                    pairs = [(chunk, targets.get(chunk)) for chunk in of_file]
-                    yield from self._read_ahead(executor, descriptor, pairs)
-
-    def _read_ahead(
-        self,
-        executor: ThreadPoolExecutor,
-        descriptor: int,
-        pairs: list[tuple[ChunkRecord, Tensor | None]],
-    ) -> Iterator[tuple[ChunkRecord, Tensor]]:
-        pending: deque[tuple[ChunkRecord, Future[Tensor]]] = deque()
-        try:
-            for i, (chunk, target) in enumerate(pairs):
-                slot = i % len(self._buffers)
-                future = executor.submit(self._fetch, descriptor, chunk, slot, target)
-                pending.append((chunk, future))
-                if len(pending) == len(self._buffers):
-                    done, first = pending.popleft()
-                    yield done, first.result()
-            for done, future in pending:
-                yield done, future.result()
-        finally:
-            wait([future for _, future in pending])  # the descriptor is about to be closed
-
-    @contextmanager
-    def _open(self, name: str) -> Iterator[int]:
-        path = self._directory / name
-        try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-        except OSError as error:
-            raise DamagedCheckpointError(
-                f"cannot open {path}, a part of the checkpoint: {error.strerror}"
-            ) from error
-        try:
-            found, wanted = os.fstat(descriptor).st_size, self._files[name].nbytes
-            if found != wanted:
-                raise DamagedCheckpointError(
-                    f"{path} is damaged: it has {found} bytes, {wanted} were written"
-                )
-            yield descriptor
-        finally:
-            os.close(descriptor)
-
-    def _fetch(
-        self, descriptor: int, chunk: ChunkRecord, slot: int, target: Tensor | None
-    ) -> Tensor:
-        if target is None:
-            if self._buffers[slot].numel() < chunk.nbytes:
-                self._buffers[slot] = torch.empty(chunk.nbytes, dtype=torch.uint8, device="cpu")
-            target = self._buffers[slot]
-        data = target[: chunk.nbytes]
-        view = byte_view(data)
-        path = self._directory / chunk.file
-        done = 0
-        while done < chunk.nbytes:
-            try:
-                count = os.preadv(descriptor, [view[done:]], chunk.start + done)
-            except OSError as error:
-                raise DamagedCheckpointError(f"cannot read {path}: {error.strerror}") from error
-            if count == 0:
-                raise DamagedCheckpointError(f"{path} is damaged: it ends inside {chunk.name}")
-            done += count
-        if zlib.crc32(view) != chunk.crc32:
-            raise DamagedCheckpointError(
-                f"{path} is damaged: the bytes of {chunk.name} do not fit their checksum"
-            )
-        return data

@@ -20,7 +20,7 @@ from mcore.topology.flat_range import FlatRange
 from mcore.topology.param_sharding import ParamSharding
 
 # Unit of checksums, of work shared between replicas and of memory while loading.
-CHUNK_BYTES = 32 * 2**20
+CHUNK_BYTES = 8 * 2**20
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,8 @@ from mcore.checkpoint.metadata import (
     FileRecord,
     TensorRecord,
 )
-from mcore.checkpoint.shard_file import ShardItem, ShardReader, write_shard
+from mcore.checkpoint.shard_file import ShardItem, write_shard
+from mcore.checkpoint.shard_reader import ShardReader
 
 Publish = Callable[[dict[str, TensorRecord], dict[str, FileRecord]], None]
 
@@ -182,8 +183,7 @@ class ShardLoader(StorageReader):
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Check every byte that this rank is about to load."""
-        for _ in self._reader.read(self._by_chunk(plan)):
-            pass
+        self._reader.check(self._by_chunk(plan))
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:

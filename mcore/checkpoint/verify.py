@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from mcore.checkpoint.checksum import crc32
 from mcore.checkpoint.metadata import DTYPE_NAMES, CheckpointMetadata, ChunkRecord
 from mcore.checkpoint.reader import read_metadata
 from mcore.errors import CheckpointError
@@ -124,7 +124,7 @@ def _check_bytes(
         crc = 0
         for block in _blocks(file, nbytes):
             digest.update(block)
-            crc = zlib.crc32(block, crc)
+            crc = crc32(block, crc)
         position = start + nbytes
         if name and crc != wanted:
             problems.append(f"{path} is damaged: the bytes of {name} do not fit their checksum")

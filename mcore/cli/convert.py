@@ -19,11 +19,20 @@ from mcore.convert import (
     state_to_hf,
 )
 from mcore.convert.deepspeed import read_hf_deepspeed, read_megatron_deepspeed
+from mcore.convert.hf_files import CONFIG
 from mcore.convert.hf_tokenizer import FOLDER as TOKENIZER_FOLDER
-from mcore.convert.hf_tokenizer import copy_tokenizer, tokenizer_options
+from mcore.convert.hf_tokenizer import (
+    copy_tokenizer,
+    keep_config,
+    kept_tokenizer,
+    token_ids,
+    tokenizer_options,
+)
 from mcore.convert.logits import largest_logit_difference
+from mcore.convert.megatron_args import tokenizer_args
 from mcore.convert.megatron_dist import is_torch_dist, read_torch_dist
-from mcore.convert.megatron_legacy import read_legacy, write_legacy
+from mcore.convert.megatron_export import write_legacy
+from mcore.convert.megatron_legacy import read_legacy
 from mcore.errors import CheckpointError, ConfigError
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
@@ -168,6 +177,7 @@ def hf_to_mcore(args: argparse.Namespace) -> int:
     options, tensors = hf_to_state(args.hf)
     kept = Path(args.save) / TOKENIZER_FOLDER
     copied = copy_tokenizer(Path(args.hf), kept)
+    keep_config(Path(args.hf, CONFIG), kept)
     directory = _save(args, options | tokenizer_options(kept), tensors, "huggingface", args.hf)
     if copied:
         print(f"copied {', '.join(copied)} to {kept}")
@@ -205,6 +215,7 @@ def deepspeed_to_mcore(args: argparse.Namespace) -> int:
         raise ConfigError("--vocab-size: --hf-config says the vocabulary")
     else:
         options, tensors = read_hf_deepspeed(args.deepspeed, args.hf_config)
+        keep_config(Path(args.hf_config), Path(args.save) / TOKENIZER_FOLDER)
     _save(args, options, tensors, "deepspeed", args.deepspeed)
     return 0
 
@@ -270,6 +281,7 @@ def mcore_to_megatron(args: argparse.Namespace) -> int:
         layers=layers,
         divisible_by=args.make_vocab_size_divisible_by,
         fused_norms=args.fused_norms,
+        more_args=tokenizer_args(options),
     )
     print(f"wrote {len(tensors)} tensors to {folder}")
     return 0
@@ -289,12 +301,12 @@ def mcore_to_hf(args: argparse.Namespace) -> int:
             f"{folder} holds a model already; choose another --hf or add --overwrite-save"
         )
     options, tensors = load_model_state(args.load, args.ckpt_step)
-    state_to_hf(options, tensors, folder, args.model_type)
+    kept = kept_tokenizer(Path(args.load), options)
+    ids = None if kept is None else token_ids(kept)
+    state_to_hf(options, tensors, folder, args.model_type, ids)
     print(f"wrote {len(tensors)} tensors to {folder}")
-    root = Path(args.load)
-    for kept in (root / TOKENIZER_FOLDER, root.parent / TOKENIZER_FOLDER):
-        if kept.is_dir():
-            print(f"copied {', '.join(copy_tokenizer(kept, folder))} to {folder}")
-            break
+    copied = [] if kept is None else copy_tokenizer(kept, folder)
+    if copied:
+        print(f"copied {', '.join(copied)} to {folder}")
     _compare(args, args.load, args.ckpt_step)
     return 0

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mcore.convert.megatron_legacy import read_pointer
 from mcore.convert.safe_pickle import load_torch_file
 from mcore.errors import CheckpointError, UnsupportedError
 
@@ -94,7 +95,7 @@ def _step_folder(root: Path) -> Path:
         if not root.is_dir():
             raise CheckpointError(f"there is no directory {root}")
         return root
-    tag = pointer.read_text(encoding="utf-8").strip()
+    tag = read_pointer(pointer)
     if tag in ("", "..") or Path(tag).name != tag or not (root / tag).is_dir():
         raise CheckpointError(f"{pointer} names {tag!r}, and there is no such folder in {root}")
     return root / tag

@@ -1,10 +1,15 @@
-"""Files of a tokenizer, carried along with a model."""
+"""Files of a tokenizer, and the ids of its special tokens, carried along with a model."""
 
 from __future__ import annotations
 
+import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from mcore.convert.hf_files import CONFIG
+from mcore.errors import CheckpointError
 
 #: Where a save root keeps them.
 FOLDER = "tokenizer"
@@ -20,6 +25,7 @@ _NAMES = (
     "chat_template.jinja",
     "generation_config.json",
 )
+_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 #: Any of these is a tokenizer.
 _WHOLE = ("tokenizer.json", "tokenizer.model")
 
@@ -34,8 +40,43 @@ def copy_tokenizer(source: Path, target: Path) -> list[str]:
     return names
 
 
+def keep_config(config: Path, target: Path) -> None:
+    """Keep the configuration of an imported model, for what no option of ours says."""
+    target.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(config, target / CONFIG)
+
+
+def token_ids(folder: Path) -> dict[str, Any] | None:
+    """Ids of special tokens as the kept configuration has them; None where none was kept.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    path = folder / CONFIG
+    if not path.is_file():
+        return None
+    try:
+        config = json.loads(path.read_bytes())
+        return {name: config[name] for name in _TOKEN_IDS if name in config}
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(f"cannot read {path}: {error}") from error
+
+
 def tokenizer_options(folder: Path) -> dict[str, Any]:
     """Options that make a run use the tokenizer in a folder; empty where there is none."""
     if not any((folder / name).is_file() for name in _WHOLE):
         return {}
     return {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(folder.resolve())}
+
+
+def kept_tokenizer(load: Path, options: Mapping[str, Any]) -> Path | None:
+    """The folder that an import left beside a checkpoint, or beside the one it was trained from.
+
+    Args:
+        load: save root, or the directory of one iteration.
+        options: of the checkpoint's model.
+    """
+    places = [load / FOLDER, load.parent / FOLDER]
+    if options.get("tokenizer_type") == "HuggingFaceTokenizer":
+        places.append(Path(str(options.get("tokenizer_model"))))
+    return next((place for place in places if place.is_dir()), None)

@@ -134,6 +134,7 @@ def state_to_hf(
     tensors: Mapping[str, Tensor],
     hf_dir: str | os.PathLike[str],
     model_type: str | None = None,
+    token_ids: Mapping[str, Any] | None = None,
 ) -> None:
     """Write a folder that transformers 4 and 5 load.
 
@@ -142,6 +143,7 @@ def state_to_hf(
         tensors: its parameters by name, with global shapes; taken one by one.
         hf_dir: the folder; weights and configuration that are there are replaced.
         model_type: the family; the first that fits when None.
+        token_ids: entries of the configuration for special tokens; none are said when None.
 
     Raises:
         CheckpointError: parameters that do not fit the options, or a full disk.
@@ -157,11 +159,11 @@ def state_to_hf(
         raise CheckpointError(f"the options do not know parameters {', '.join(sorted(unknown))}")
     embedding = outline_of(tensors, "embedding.word_embeddings.weight")
     dtype = str(embedding.dtype).removeprefix("torch.")
+    ids = {"bos_token_id": None, "eos_token_id": None} if token_ids is None else dict(token_ids)
     config = family.config(options) | {
         "model_type": family.model_type,
         "vocab_size": options.vocab_size,
-        "bos_token_id": None,
-        "eos_token_id": None,
+        **ids,
         "torch_dtype": dtype,
         "dtype": dtype,
     }

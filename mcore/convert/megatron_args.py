@@ -132,3 +132,9 @@ def args_from_options(options: ModelOptions, **more: Any) -> argparse.Namespace:
     values["num_query_groups"] = options.num_query_groups
     values["bias_gelu_fusion"] = False
     return argparse.Namespace(**(values | more))
+
+
+def tokenizer_args(options: Mapping[str, Any]) -> dict[str, Any]:
+    """What a checkpoint's options say of the tokenizer; Megatron's arguments spell it alike."""
+    names = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
+    return {name: options[name] for name in names if options.get(name) is not None}

@@ -10,16 +10,19 @@ from __future__ import annotations
 import codecs
 import io
 import pickle
+import re
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint import filesystem, metadata, planner
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
+from mcore.convert.old_torch_file import names_in_old_file
 from mcore.errors import CheckpointError
 
 _INERT_PACKAGES = ("megatron", "deepspeed", "transformer_engine")
@@ -30,6 +33,11 @@ _ARRAYS: dict[str, Any] = {
     "numpy.dtype": np.dtype,
     "_codecs.encode": codecs.encode,
 }
+#: What torch says when it refuses a name.
+_REFUSED = re.compile(r"GLOBAL (\S+)")
+#: Tensors may claim the bytes of their file so many times, and a little.
+_SHARING = 4
+_SMALL_BYTES = 2**20
 _RECONSTRUCT = ("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct")
 
 #: What the metadata of `torch.distributed.checkpoint` is made of.
@@ -62,7 +70,9 @@ class Placeholder:
 
 
 def load_torch_file(file: Path | IO[bytes], where: str) -> Any:
-    """What `torch.save` wrote, on the CPU; a file is mapped, its tensors are read when used.
+    """What `torch.save` wrote, on the CPU; an archive is mapped, its tensors are read when used.
+
+    What torch wrote before its version 1.6 is no archive and is read whole.
 
     Args:
         file: the file, or its content.
@@ -72,18 +82,46 @@ def load_torch_file(file: Path | IO[bytes], where: str) -> Any:
         CheckpointError: it is damaged, or it names something that is not data.
     """
     try:
-        mapped = isinstance(file, Path) and zipfile.is_zipfile(file)
-        if isinstance(file, Path) and mapped:
-            _check_zip_sizes(file)
-        names = get_unsafe_globals_in_checkpoint(file)
-        _rewind(file)
-        with safe_globals(_allowed(names, where)):
-            return torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
+        return _load(file, where)
     except CheckpointError:
         raise
-    except (OSError, RuntimeError, ValueError, EOFError, KeyError, pickle.UnpicklingError) as error:
+    except (
+        OSError,
+        RuntimeError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        EOFError,
+        LookupError,
+        MemoryError,
+        zipfile.BadZipFile,
+        pickle.UnpicklingError,
+    ) as error:
+        refused = _REFUSED.search(str(error))
+        if refused is not None:
+            raise CheckpointError(_refusal(where, refused.group(1))) from error
         text = str(error).splitlines()
         raise CheckpointError(f"cannot read {where}: {text[0] if text else error!r}") from error
+
+
+def _load(file: Path | IO[bytes], where: str) -> Any:
+    size = file.stat().st_size if isinstance(file, Path) else file.seek(0, io.SEEK_END)
+    is_archive = zipfile.is_zipfile(file)
+    _rewind(file)
+    if is_archive:
+        _check_archive(file, size, where)
+        names = get_unsafe_globals_in_checkpoint(file)
+        _rewind(file)
+    elif isinstance(file, Path):
+        # torch refuses by itself what it does not know, and names it.
+        names = [name for name in names_in_old_file(file) if _is_ours(name)]
+    else:
+        raise CheckpointError(f"{where} is no file of torch.save")
+    with safe_globals(_allowed(names, where)):
+        mapped = is_archive and isinstance(file, Path)
+        content = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
+    _check_tensors(content, size, where)
+    return content
 
 
 def _rewind(file: Path | IO[bytes]) -> None:
@@ -91,12 +129,55 @@ def _rewind(file: Path | IO[bytes]) -> None:
         file.seek(0)
 
 
-def _check_zip_sizes(path: Path) -> None:
+def _check_archive(file: Path | IO[bytes], size: int, where: str) -> None:
     """Refuse an archive that would unpack to more than it is."""
-    with zipfile.ZipFile(path) as archive:
+    with zipfile.ZipFile(file) as archive:
         unpacked = sum(entry.file_size for entry in archive.infolist())
-    if unpacked > path.stat().st_size:
-        raise CheckpointError(f"{path} would unpack to {unpacked} bytes: it is no file of torch")
+    _rewind(file)
+    if unpacked > size:
+        raise CheckpointError(f"{where} would unpack to {unpacked} bytes: it is no file of torch")
+
+
+def _check_tensors(content: Any, size: int, where: str) -> None:
+    """Refuse tensors that repeat the bytes of a file until memory is full.
+
+    Shared storages (a tied embedding, views of a flat buffer) count once for each tensor.
+    """
+    claimed, seen, waiting = 0, set(), [content]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, Tensor):
+            if value.layout is not torch.strided:
+                raise CheckpointError(f"{where} holds a tensor of the layout {value.layout}")
+            claimed += value.numel() * value.element_size()
+        elif id(value) not in seen:
+            seen.add(id(value))
+            waiting += _members(value)
+    if claimed > _SHARING * size + _SMALL_BYTES:
+        raise CheckpointError(
+            f"{where} has {size} bytes and its tensors claim {claimed}: it is damaged"
+        )
+
+
+def _members(value: Any) -> Iterable[Any]:
+    if isinstance(value, Mapping):
+        return value.values()
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return value
+    return vars(value).values() if isinstance(value, Placeholder) else ()
+
+
+def _is_ours(name: str) -> bool:
+    """Whether a name, unknown to torch, is one that this module has a stand-in for."""
+    return (
+        name in (*_INERT_NAMES, *_RECONSTRUCT, *_ARRAYS)
+        or name.partition(".")[0] in _INERT_PACKAGES
+        or name.startswith("numpy.dtypes.")
+    )
+
+
+def _refusal(where: str, name: str) -> str:
+    return f"{where} wants to load {name}, which is not data: it is refused unread"
 
 
 def _allowed(names: Iterable[str], where: str) -> list[Any]:
@@ -113,9 +194,7 @@ def _allowed(names: Iterable[str], where: str) -> list[Any]:
         elif name.startswith("numpy.dtypes."):
             allowed.append((type(np.dtype(np.uint32)), name))
         else:
-            raise CheckpointError(
-                f"{where} wants to load {name}, which is not data: it is refused unread"
-            )
+            raise CheckpointError(_refusal(where, name))
     if any(name in _RECONSTRUCT for name in names):
         allowed += [type(np.dtype(kind)) for kind in (np.uint32, np.int64, np.float64)]
     return allowed
@@ -148,9 +227,7 @@ class _MetadataUnpickler(pickle.Unpickler):
             return _joined
         if module.partition(".")[0] in _INERT_PACKAGES:
             return _placeholder(f"{module}.{name}")
-        raise CheckpointError(
-            f"{self._where} wants to load {module}.{name}, which is not data: it is refused unread"
-        )
+        raise CheckpointError(_refusal(self._where, f"{module}.{name}"))
 
 
 def _layout(name: str) -> torch.layout:

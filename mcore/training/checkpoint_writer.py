@@ -26,9 +26,11 @@ class CheckpointWriter:
 
     def __init__(self, options: CheckpointConfig) -> None:
         self._options = options
-        self._aftercare = Aftercare(options.verify_saved_checkpoint, _retention(options))
+        retention = _retention(options)
+        self._aftercare = Aftercare(options.verify_saved_checkpoint, retention)
         self._saver: AsyncSaver | None = None
-        if options.save is not None and (options.async_save or options.verify_saved_checkpoint):
+        reads_back = options.verify_saved_checkpoint or retention.keep_latest == 1
+        if options.save is not None and (options.async_save or reads_back):
             self._saver = AsyncSaver()
 
     def write(
@@ -53,7 +55,9 @@ class CheckpointWriter:
             return
         if saver is not None:
             saver.wait()
-        path = checkpoint.save(root, iteration, tensors, common, rank_local=rank_local)
+        path = checkpoint.save(
+            root, iteration, tensors, common, rank_local=rank_local, settle=False
+        )
         get_logger().info("saved checkpoint of iteration %d to %s", iteration, path)
         self._care(path)
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore import checkpoint, device
+from mcore import checkpoint
 from mcore.checkpoint import RankLocal, ShardedTensor, sharded_parameter
 from mcore.config.checkpoint import CheckpointConfig
 from mcore.config.run import RunConfig
@@ -18,6 +18,13 @@ from mcore.distributed import ParamPart
 from mcore.errors import CheckpointError, DamagedCheckpointError
 from mcore.log import get_logger
 from mcore.topology.context import ParallelContext
+from mcore.training.checkpoint_fit import (
+    check_model,
+    compare_threads,
+    log_changes,
+    log_unread,
+    precise_source,
+)
 from mcore.training.checkpoint_writer import CheckpointWriter
 from mcore.training.random_states import random_states, restore_random_states
 from mcore.training.setup import TrainState
@@ -31,7 +38,7 @@ def save(
     Comm: see `CheckpointWriter.write`; every rank has to call it.
     """
     with_optimizer = config.checkpoint.save_optim
-    tensors = _model_tensors(state, for_save=True, with_optimizer=with_optimizer)
+    tensors = _model_tensors(state, for_save=True)
     if with_optimizer:
         tensors.update(_optimizer_tensors(state, for_save=True))
     common: dict[str, Any] = {
@@ -85,7 +92,18 @@ def stored_model_options(
             f"{config_load} does not say how its model is built; give the model's flags instead of "
             "--use-checkpoint-args"
         )
-    return options
+    return options | _moved_tokenizer(options, found[-1])
+
+
+def _moved_tokenizer(options: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """The tokenizer of an import lies in its save root: where that has been moved, it is there."""
+    path = options.get("tokenizer_model")
+    if path is None or Path(path).exists():
+        return {}
+    for root in (directory, directory.parent):
+        if (root / Path(path).name).exists():
+            return {"tokenizer_model": str(root / Path(path).name)}
+    return {}
 
 
 def directory_problem(options: CheckpointConfig, *, may_be_elsewhere: bool = False) -> str | None:
@@ -204,24 +222,24 @@ def go_back(state: TrainState, config: RunConfig, ctx: ParallelContext, path: st
 def _load_from(directory: Path, state: TrainState, config: RunConfig, ctx: ParallelContext) -> Path:
     options = config.checkpoint
     common = checkpoint.read_common_together(directory)
-    _check_model(common, config)
+    check_model(common, config)
     with_optimizer = options.load_optim and not options.finetune
     if with_optimizer and "optimizer" not in common:
         raise CheckpointError(
             f"the checkpoint {directory} holds no optimizer state; use --finetune to start a "
             "new run from its weights, or --no-load-optim to go on with a fresh optimizer"
         )
-    tensors = _model_tensors(state, for_save=False, with_optimizer=with_optimizer)
-    if with_optimizer:
-        tensors.update(_optimizer_tensors(state, for_save=False))
+    tensors = _model_tensors(state, for_save=False)
+    tensors.update(_optimizer_tensors(state, for_save=False, only_weights=not with_optimizer))
     rank_local = None
     if options.load_rng and not options.finetune:
         rank_local = RankLocal(ctx.rank, _layout(ctx))
-    result = checkpoint.load(directory, tensors, rank_local=rank_local)
-    if with_optimizer:
-        state.optimizer.refresh_host_copies()
-    else:
-        state.optimizer.reload_model_params()
+    result = checkpoint.load(
+        directory, tensors, source=precise_source(tensors), rank_local=rank_local
+    )
+    state.optimizer.refresh_host_copies()
+    log_unread(result.unexpected)
+    log_changes(common, config)
     if options.finetune:
         get_logger().info("loaded weights of %s; the run starts at iteration 0", result.directory)
         return result.directory
@@ -239,71 +257,37 @@ def _load_from(directory: Path, state: TrainState, config: RunConfig, ctx: Paral
     state.evaluation_is_owed = common.get("evaluation_is_owed", False)
     if result.rank_local is not None:
         restore_random_states(result.rank_local)
-    _compare_threads(common)
+    compare_threads(common)
     get_logger().info("loaded checkpoint %s: iteration %d", result.directory, state.iteration)
     return result.directory
 
 
-def _check_model(common: dict[str, Any], config: RunConfig) -> None:
-    """Refuse a checkpoint whose model computes another function than the configured one."""
-    stored = common.get("model", {})
-    ours = config.model_options()
-    silent = {"hidden_dropout", "attention_dropout", "seq_length", "max_position_embeddings"}
-    none_counts = {"sliding_window", "rotary_seq_len_interpolation_factor"}
-    tokenizer = {"tokenizer_type", "tokenizer_model", "vocab_file", "merge_file"}
-    differences = [
-        f"{name}: checkpoint {stored[name]!r}, this run {ours[name]!r}"
-        for name in ours
-        if name in stored
-        and name not in silent | tokenizer
-        and not name.startswith(("null_tokenizer", "vocab_extra"))
-        and (name in none_counts or None not in (stored[name], ours[name]))
-        and stored[name] != ours[name]
-    ]
-    if differences:
-        raise CheckpointError(
-            "the checkpoint's model is another one:\n  "
-            + "\n  ".join(differences)
-            + "\ncorrect the flags or take them from the checkpoint with --use-checkpoint-args"
-        )
-
-
-def _compare_threads(common: dict[str, Any]) -> None:
-    stored, ours = common.get("num_threads"), torch.get_num_threads()
-    if stored is not None and stored != ours and device.current_device().type == "cpu":
-        get_logger().warning(
-            "the checkpoint was saved with %d CPU threads, this run has %d: numbers agree to "
-            "rounding, not bit for bit; set OMP_NUM_THREADS=%d for that",
-            stored,
-            ours,
-            stored,
-        )
-
-
-def _model_tensors(
-    state: TrainState, *, for_save: bool, with_optimizer: bool
-) -> dict[str, ShardedTensor]:
+def _model_tensors(state: TrainState, *, for_save: bool) -> dict[str, ShardedTensor]:
     """What the model computes with.
 
     ZeRO-3 holds main parameters in its place: a low-precision model is written from them, and read
-    into memory of its own where the main parameters are read too.
+    into memory of its own beside them.
     """
     parts = []
     for chunk in state.chunks:
         chunk.finish_param_sync()
         for part in chunk.held_parts():
             data = part.data
-            if data.dtype != part.compute_dtype and (for_save or with_optimizer):
+            if data.dtype != part.compute_dtype and (for_save or part.param.requires_grad):
                 data = data.to(part.compute_dtype)
             parts.append(("model", part, data))
     return _sharded(parts, for_save)
 
 
-def _optimizer_tensors(state: TrainState, *, for_save: bool) -> dict[str, ShardedTensor]:
+def _optimizer_tensors(
+    state: TrainState, *, for_save: bool, only_weights: bool = False
+) -> dict[str, ShardedTensor]:
+    """What the update rule goes on from; main parameters are weights, in the precision trained."""
     parts = [
         (kind, part, tensor)
         for part, tensors in state.optimizer.state_parts()
         for kind, tensor in tensors.items()
+        if kind == "main_param" or not only_weights
     ]
     return _sharded(parts, for_save)
 

@@ -26,7 +26,9 @@ import torch.distributed as dist
 from mcore import parallel_state
 from mcore.tensor_parallel.random import get_cuda_rng_tracker
 from mcore.testing import preload_in_workers, run_distributed
-from mcore.training.arguments import parse
+from mcore.training import checkpointing
+from mcore.training.arguments import build_config, parse
+from mcore.training.checkpoint_writer import CheckpointWriter
 from mcore.training.initialize import Launch
 from mcore.training.pretrain import Providers, prepare, run
 from mcore.training.setup import TrainState
@@ -117,10 +119,17 @@ def train_and_inspect(
     words = [*flags, *layout.flags, "--device", device]
     work = (words, inspect, dtype, providers)
     if layout.world_size > 1:
-        return run_distributed(_run_here, layout.world_size, *work, timeout=TIMEOUT_SECONDS)
+        return run_distributed(train_here, layout.world_size, *work, timeout=TIMEOUT_SECONDS)
     if "RANK" in os.environ:
         pytest.skip("a run of one process, and torchrun has started several")
-    return [_run_here(*work)]
+    return [train_here(*work)]
+
+
+def save_again(words: list[str], state: TrainState) -> None:
+    """For `train_and_inspect` of a run with `--skip-train`: write what was loaded to `--save`."""
+    config = build_config(parse(words))
+    writer = CheckpointWriter(config.checkpoint)
+    checkpointing.save(state, config, state.optimizer.context, writer)
 
 
 def read_records(path: Path) -> Records:
@@ -147,9 +156,13 @@ def largest_relative_difference(first: Records, second: Records, name: str = "gr
     return max(abs(a - b) / abs(b) for a, b in pairs)
 
 
-def _run_here(
-    words: list[str], inspect: Inspect | None, dtype: torch.dtype | None, providers: Providers
+def train_here(
+    words: list[str],
+    inspect: Inspect | None = None,
+    dtype: torch.dtype | None = None,
+    providers: Providers = PROVIDERS,
 ) -> Any:
+    """Run a command line as this rank of the job that this process is in, with all its words."""
     launch = Launch(0, 1, 0)
     if dist.is_initialized():
         launch = Launch(dist.get_rank(), dist.get_world_size(), dist.get_rank())

@@ -1,7 +1,9 @@
 """Training and its checkpoints: written beside training, damaged, deleted, at several layouts."""
 
+import os
 import threading
 import time
+from dataclasses import dataclass, field
 
 import pytest
 
@@ -14,11 +16,13 @@ from mcore.checkpoint import (
 )
 from mcore.checkpoint.commit import iteration_directory
 from mcore.errors import CheckpointError
+from mcore.testing import run_distributed
 from mcore.training.logging import RunLog
 from tests.equivalence.program import (
     Layout,
     layout_id,
     train,
+    train_here,
     without_rates,
 )
 from tests.equivalence.tiny import command
@@ -64,30 +68,59 @@ def test_resume_is_a_continuation(corpus, tmp_path, layout, options):
     assert dumped(tmp_path / "a", tmp_path / "1") == dumped(tmp_path / "b", tmp_path / "2")
 
 
-def test_three_steps_are_made_while_a_slow_disk_writes(corpus, tmp_path, monkeypatch):
-    write, spans = shard_file._write, []
+@dataclass
+class Watch:
+    """What happened in one process while it trained: the first write takes 5 s."""
 
-    def slow(*args):
-        start = time.time()
-        time.sleep(3.0)
-        result = write(*args)
-        spans.append((start, time.time()))
-        return result
+    steps: list = field(default_factory=list)
+    write: tuple = ()
+    forks: int = 0
 
-    monkeypatch.setattr(shard_file, "_write", slow)
-    stamps = []
-    step = RunLog.step
+    def __enter__(self):
+        self._restore = [(shard_file, "_write", shard_file._write), (RunLog, "step", RunLog.step)]
+        write, step = shard_file._write, RunLog.step
 
-    def stamped(self, *args):
-        stamps.append(time.time())
-        return step(self, *args)
+        def slow(*args):
+            start = time.time()
+            time.sleep(0.0 if self.write else 5.0)
+            result = write(*args)
+            self.write = self.write or (start, time.time())
+            return result
 
-    monkeypatch.setattr(RunLog, "step", stamped)
-    train(command(corpus, 12, f"--save {tmp_path} --save-interval 6 --async-save"))
-    first = spans[0]
-    assert sum(first[0] < stamp < first[1] for stamp in stamps) >= 3
+        def stamped(log, *args):
+            self.steps.append(time.time())
+            return step(log, *args)
+
+        shard_file._write, RunLog.step = slow, stamped
+        os.register_at_fork(before=self._forked)  # for good, so it asks whether it still counts
+        self.is_open = True
+        return self
+
+    def _forked(self):
+        self.forks += self.is_open
+
+    def __exit__(self, *_):
+        self.is_open = False
+        for place, name, value in self._restore:
+            setattr(place, name, value)
+
+
+def train_and_watch(words):
+    with Watch() as watch:
+        train_here(words)
+    left = [thread for thread in threading.enumerate() if thread.name == "checkpoint-writer"]
+    return watch.steps, watch.write, watch.forks, len(left)
+
+
+@pytest.mark.dist
+def test_three_steps_are_made_while_a_slow_disk_writes(corpus, tmp_path):
+    """On both ranks; and no process is forked, which groups and threads would not survive."""
+    words = command(corpus, 12, f"--save {tmp_path} --save-interval 6 --async-save --device cpu")
+    for steps, write, forks, left in run_distributed(train_and_watch, 2, words, timeout=120):
+        assert write[1] - write[0] >= 5
+        assert sum(write[0] < stamp < write[1] for stamp in steps) >= 3
+        assert (forks, left) == (0, 0)
     assert complete_iterations(tmp_path) == [6, 12]
-    assert not [t for t in threading.enumerate() if t.name == "checkpoint-writer"]
 
 
 def test_saves_that_come_faster_than_the_disk_wait_for_each_other(corpus, tmp_path, monkeypatch):

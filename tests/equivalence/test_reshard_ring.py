@@ -5,13 +5,11 @@ from functools import partial
 import pytest
 
 from mcore.checkpoint import CheckpointReader, dump
-from mcore.training import checkpointing
-from mcore.training.arguments import build_config, parse
-from mcore.training.checkpoint_writer import CheckpointWriter
 from tests.equivalence.program import (
     SINGLE,
     Layout,
     largest_difference,
+    save_again,
     train,
     train_and_inspect,
 )
@@ -53,12 +51,6 @@ def words_of(corpus, *more):
     ):
         words[words.index(name) + 1] = value
     return words
-
-
-def save_again(words, state):
-    config = build_config(parse(words))
-    writer = CheckpointWriter(config.checkpoint)
-    checkpointing.save(state, config, state.optimizer.context, writer)
 
 
 def dumped(root, out):

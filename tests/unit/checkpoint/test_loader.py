@@ -143,6 +143,20 @@ def test_everything_that_does_not_fit_is_listed_and_nothing_changes(tmp_path):
     assert load(tmp_path, {"model.a": a, "model.b": b[:4]}).unexpected == ("exp_avg.a",)
 
 
+def test_another_key_may_stand_in(tmp_path):
+    """One for an absent key, one for a rounded one; neither counts as unread."""
+    precise = torch.tensor([1.0, 2**-20 + 1])
+    stored = {"model.a": precise.bfloat16(), "main_param.a": precise, "model.b": precise}
+    save(tmp_path, 1, stored, {})
+    target = {key: torch.zeros(2) for key in ("model.a", "model.b", "main_param.b")}
+    stand_ins = {"model.a": "main_param.a", "main_param.b": "model.b"}
+    result = load(tmp_path, target, source=lambda key, _: stand_ins.get(key, key))
+    assert result.unexpected == ()
+    assert all(torch.equal(tensor, precise) for tensor in target.values())
+    with pytest.raises(CheckpointError, match=r"missing in the checkpoint \(1\): model.b"):
+        load(tmp_path, target, source=lambda key, _: key.replace("model.b", "model.c"))
+
+
 def test_floating_point_types_convert_on_load(tmp_path, caplog):
     caplog.set_level("INFO", "mcore")
     save(tmp_path, 1, {"model.a": torch.tensor([1.0, 2**-20 + 1])}, {})

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mcore.checkpoint import Rectangle, ShardedTensor, load, save, shard_file, sharded_tensor
+from mcore.checkpoint import Rectangle, ShardedTensor, load, save, shard_reader, sharded_tensor
 from mcore.testing import run_distributed
 
 LAYERS, ROWS, COLUMNS = 8, 64, 32
@@ -31,11 +31,11 @@ def _bytes_read(root, parts):
         return count
 
     state = parts(dist.get_rank())
-    shard_file.os.preadv = counting
+    shard_reader.os.preadv = counting
     try:
         load(root, state, allow_missing=True)
     finally:
-        shard_file.os.preadv = read
+        shard_reader.os.preadv = read
     for key, tensor in state.items():
         boxes = tensor.rectangles if isinstance(tensor, ShardedTensor) else [Rectangle((), tensor)]
         assert all((box.data == float(key.split(".")[1])).all() for box in boxes)
@@ -83,7 +83,7 @@ def test_bytes_that_a_rank_reads(tmp_path, monkeypatch, parts, wanted):
 
 PEAK = """
 import resource, sys, torch
-from mcore.checkpoint import load, read_tensors, shard_file
+from mcore.checkpoint import load, read_tensors, shard_reader
 def peak():
     with open("/proc/self/status") as file:
         return next(int(line.split()[1]) for line in file if line.startswith("VmHWM")) / 1024

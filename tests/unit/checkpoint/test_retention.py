@@ -5,8 +5,16 @@ import shutil
 import pytest
 import torch
 
-from mcore.checkpoint import Retention, complete_iterations, save
-from mcore.errors import CheckpointError
+from mcore.checkpoint import (
+    Aftercare,
+    Retention,
+    complete_iterations,
+    latest_iteration,
+    read_tensors,
+    save,
+    verify,
+)
+from mcore.errors import CheckpointError, DamagedCheckpointError
 
 
 def write(root, *iterations):
@@ -58,3 +66,38 @@ def test_nothing_goes_while_the_newest_is_damaged(tmp_path, damage):
     with pytest.raises(CheckpointError):
         Retention(keep_latest=1).apply(tmp_path, 4)
     assert 2 in complete_iterations(tmp_path)
+
+
+def one_bit(path):
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 4
+    path.write_bytes(content)
+
+
+def test_the_only_one_left_is_read_back_first(tmp_path):
+    """Of the right size, but not of the right bytes: with two left it is taken on trust."""
+    write(tmp_path, 2, 4, 6)
+    one_bit(next((tmp_path / "iter_0000006").glob("*.safetensors")))
+    Aftercare(retention=Retention(keep_latest=2)).apply(tmp_path / "iter_0000006")
+    assert complete_iterations(tmp_path) == [4, 6]
+    with pytest.raises(DamagedCheckpointError, match="not on the disk as it was written"):
+        Aftercare(retention=Retention(keep_latest=1)).apply(tmp_path / "iter_0000006")
+    assert complete_iterations(tmp_path) == [4, 6]
+    assert latest_iteration(tmp_path) == 4
+
+
+def test_what_was_replaced_comes_back_where_the_new_one_is_damaged(tmp_path):
+    write(tmp_path, 2)
+    directory = tmp_path / "iter_0000002"
+    first = next(directory.glob("*.safetensors"))
+    save(tmp_path, 2, {"model.a": torch.full((4,), 7.0)}, {}, settle=False)
+    one_bit(next(path for path in directory.glob("*.safetensors") if path != first))
+    with pytest.raises(DamagedCheckpointError):
+        Aftercare(verify=True).apply(directory)
+    assert latest_iteration(tmp_path) == 2
+    assert verify(directory) == []
+    assert read_tensors(tmp_path)["model.a"].tolist() == [2.0] * 4
+    save(tmp_path, 2, {"model.a": torch.full((4,), 7.0)}, {}, settle=False)
+    Aftercare(verify=True).apply(directory)
+    assert read_tensors(tmp_path)["model.a"].tolist() == [7.0] * 4
+    assert sorted(path.suffix for path in directory.iterdir()) == [".json", ".safetensors"]

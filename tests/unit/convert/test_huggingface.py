@@ -14,6 +14,7 @@ from mcore.checkpoint import latest_iteration, read_common, read_tensors
 from mcore.cli import convert as command
 from mcore.convert import hf_files, hf_to_state, state_to_hf
 from mcore.errors import CheckpointError, UnsupportedError
+from mcore.training.checkpointing import stored_model_options
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "train"
 NAMES = ["gpt2", "llama", "gpt2_8layers"]
@@ -304,3 +305,25 @@ def test_existing_models_are_not_overwritten_unasked(tmp_path):
         run("hf-to-mcore", "--hf", source, "--save", saved)
     with pytest.raises(CheckpointError, match="--overwrite-save"):
         run("mcore-to-hf", "--load", saved, "--hf", out)
+
+
+def test_ids_and_tokenizer_make_the_way_back_and_follow_a_root_that_is_moved(tmp_path):
+    folder = edited(tmp_path, "llama", bos_token_id=5, eos_token_id=[6, 7], pad_token_id="absent")
+    (folder / "tokenizer.json").write_text("{}")
+    words = ["--hf", str(folder), "--save", str(tmp_path / "ckpt"), "--no-logits"]
+    assert run("hf-to-mcore", *words) == 0
+    assert stored_tokenizer(tmp_path / "ckpt") == str(tmp_path / "ckpt" / "tokenizer")
+    (tmp_path / "ckpt").rename(tmp_path / "moved")
+    assert stored_tokenizer(tmp_path / "moved") == str(tmp_path / "moved" / "tokenizer")
+    assert stored_tokenizer(tmp_path / "moved" / "iter_0000000").endswith("moved/tokenizer")
+    words = ["--load", str(tmp_path / "moved"), "--hf", str(tmp_path / "out"), "--no-logits"]
+    assert run("mcore-to-hf", *words) == 0
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["bos_token_id"] == 5
+    assert config["eos_token_id"] == [6, 7]
+    assert "pad_token_id" not in config
+    assert (tmp_path / "out" / "tokenizer.json").exists()
+
+
+def stored_tokenizer(path):
+    return stored_model_options(str(path), None)["tokenizer_model"]

@@ -17,7 +17,8 @@ from safetensors.torch import load_file
 from mcore.checkpoint import read_common, read_tensors
 from mcore.cli.main import main
 from mcore.convert.megatron_dist import read_torch_dist
-from mcore.convert.megatron_legacy import read_legacy, write_legacy
+from mcore.convert.megatron_export import write_legacy
+from mcore.convert.megatron_legacy import read_legacy
 from mcore.convert.megatron_names import canonical_name, modern_qkv
 from mcore.convert.safe_pickle import Placeholder, load_dcp_metadata, load_torch_file
 from mcore.errors import CheckpointError
@@ -68,21 +69,24 @@ def test_what_is_written_is_what_megatron_wrote(tmp_path, family, kind, layers):
     files = sorted(golden.glob("iter_*/*/model_optim_rng.pt"))
     assert len(files) == (4 if layers else 2)
     for file in files:
-        ours = tmp_path / "out" / "iter_0000000" / file.parent.name / file.name
+        ours = tmp_path / "out" / "release" / file.parent.name / file.name
         theirs, written = (load_torch_file(path, "here") for path in (file, ours))
         wanted = {k: v for k, v in theirs["model"].items() if isinstance(v, torch.Tensor)}
         assert_equal(written["model"], wanted)
         for name in ("num_layers", "padded_vocab_size", "swiglu", "norm_epsilon", "kv_channels"):
             assert getattr(written["args"], name) == getattr(theirs["args"], name)
+        read_by_megatron = "add_position_embedding max_position_embeddings tokenizer_type"
+        read_by_megatron += " make_vocab_size_divisible_by data_parallel_random_init"
+        read_by_megatron += " global_batch_size tensor_model_parallel_size"
+        assert vars(written["args"]).keys() >= set(read_by_megatron.split())
+    assert (tmp_path / "out" / "latest_checkpointed_iteration.txt").read_text() == "release"
 
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_virtual_stages_and_fused_norms_make_the_round_trip(tmp_path, fused):
     options, tensors = read(CHECKPOINTS / "llama" / "torch_dist")
-    write_legacy(
-        options, tensors, tmp_path, tp=1, layers=[[1, 1], [1, 0]], iteration=3, fused_norms=fused
-    )
-    names = load_torch_file(tmp_path / "iter_0000003/mp_rank_00_001/model_optim_rng.pt", "x").keys()
+    write_legacy(options, tensors, tmp_path, tp=1, layers=[[1, 1], [1, 0]], fused_norms=fused)
+    names = load_torch_file(tmp_path / "release/mp_rank_00_001/model_optim_rng.pt", "x").keys()
     assert {"model0", "model1"} <= names
     assert_equal(read_legacy(tmp_path)[1], tensors)
 
