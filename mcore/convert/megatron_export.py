@@ -79,9 +79,8 @@ def write_legacy(
         padded_vocab_size=padded,
         make_vocab_size_divisible_by=divisible_by,
         params_dtype=tensors[WORD_EMBEDDINGS].dtype,
-        **(
-            _ARGS_OF_A_RUN | {"seq_length": options.max_position_embeddings} | dict(more_args or {})
-        ),
+        seq_length=options.max_position_embeddings,
+        **{**_ARGS_OF_A_RUN, **(more_args or {})},
     )
     folder = root / RELEASE
     for stage in range(len(layers)):

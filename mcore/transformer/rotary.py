@@ -123,6 +123,7 @@ def _stretched(inv_freq: Tensor, scaling: RotaryScaling) -> Tensor:
     if scaling.original_max_positions is None:
         return inv_freq / scaling.factor
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    turns = scaling.original_max_positions * inv_freq / (2 * math.pi)  # within the original length
+    wavelength = 2 * math.pi / inv_freq  # in this order, so that the last bit is that of others
+    turns = scaling.original_max_positions / wavelength  # within the original length
     kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
     return (1.0 - kept) * inv_freq / scaling.factor + kept * inv_freq

@@ -52,8 +52,8 @@ def weights(tensors, family):
     ("first", "second", "layout"),
     [
         ("--bf16", "", SINGLE),
-        ("", "--bf16", SINGLE),
-        ("--bf16", FP16, SINGLE),
+        pytest.param("", "--bf16", SINGLE, marks=pytest.mark.full),
+        pytest.param("--bf16", FP16, SINGLE, marks=pytest.mark.full),
         ("--bf16 --zero-stage 3", "--zero-stage 1", PAIR),
         pytest.param("--zero-stage 3", "--bf16 --zero-stage 3", PAIR, marks=pytest.mark.full),
         pytest.param(f"{FP16} --zero-stage 1", "--zero-stage 3", PAIR, marks=pytest.mark.full),

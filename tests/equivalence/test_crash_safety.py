@@ -58,32 +58,35 @@ class Killer:
             new = set(job.save.glob("iter_*/shard_*")) - known
             if not new:
                 time.sleep(0.0005)
-            elif left:
-                left -= 1
-                known |= self._time(job, new)
-            else:
-                time.sleep(self.random.uniform(0.0, 0.9) * statistics.median(self._seconds))
-                self._kill(job)
-                if any(shard.exists() and not marker(shard) for shard in new):
-                    folder = next(iter(new)).parent
-                    self.inside += 1
-                    self.again += folder.name in folders
-                    self.whole += int(folder.name[5:]) in complete
-                return True
+                continue
+            shard, start = next(iter(new)), time.monotonic()
+            if left or self._ends_within(job, shard, self._moment()):
+                left = max(0, left - 1)  # one that was over too soon is not counted
+                if not self._ends_within(job, shard, LIMIT_SECONDS):
+                    break
+                self._seconds.append(time.monotonic() - start)
+                known |= set(job.save.glob("iter_*/shard_*"))
+                continue
+            self._kill(job)
+            if any(path.exists() and not marker(path) for path in new):
+                self.inside += 1
+                self.again += shard.parent.name in folders
+                self.whole += int(shard.parent.name[5:]) in complete
+            return True
         return False
 
-    def _time(self, job, new):
-        """Wait for the end of a save that has begun, and take note of how long it took."""
+    def _moment(self):
+        """Seconds into a save, by how long the last ones took."""
+        return self.random.uniform(0.0, 0.9) * statistics.median(self._seconds[-3:])
+
+    def _ends_within(self, job, shard, seconds):
+        """Whether the save that has begun with a shard is complete before so many seconds pass."""
         start = time.monotonic()
-        shard = next(iter(new))
-        path = shard.with_name(METADATA_NAME)
-        before = path.stat().st_ino if path.exists() else None
-        while job.process.poll() is None and shard.parent.exists():
-            if path.exists() and path.stat().st_ino != before:
-                self._seconds.append(time.monotonic() - start)
-                break
+        while job.process.poll() is None and time.monotonic() - start < seconds:
+            if shard.exists() and marker(shard):
+                return True
             time.sleep(0.0005)
-        return set(job.save.glob("iter_*/shard_*"))
+        return False
 
     def _kill(self, job):
         """The only process, or one of those under a launcher."""
@@ -107,7 +110,7 @@ class Killer:
 )
 def test_killed_at_any_moment_of_a_save(corpus, tmp_path, ranks, background, rounds):
     """Every fourth time an older checkpoint is gone back to first, whose successor is there."""
-    iterations = (rounds + 2) * SAVES * INTERVAL
+    iterations = (rounds + 2) * (SAVES + 1) * INTERVAL
     model = "--hidden-size 128 --hidden-dropout 0.1"
     words = command(corpus, iterations, model)
     saving = f"--save-interval {INTERVAL} --keep-latest 2 {background}".split()

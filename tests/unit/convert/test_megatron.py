@@ -6,6 +6,7 @@ import pickle
 import shutil
 import sys
 import types
+import zlib
 from collections import OrderedDict
 from pathlib import Path
 
@@ -89,6 +90,20 @@ def test_virtual_stages_and_fused_norms_make_the_round_trip(tmp_path, fused):
     names = load_torch_file(tmp_path / "release/mp_rank_00_001/model_optim_rng.pt", "x").keys()
     assert {"model0", "model1"} <= names
     assert_equal(read_legacy(tmp_path)[1], tensors)
+
+
+def drawn(name, shape):
+    """As tests/golden/checkpoints/drawn/make.py draws a parameter."""
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    return torch.randn(shape, generator=generator)
+
+
+@pytest.mark.parametrize("kind", ["legacy_pp2_vpp2", "torch_dist"])
+def test_what_megatron_core_wrote_of_four_layers(kind):
+    """By version 0.19.2 in two processes: two virtual stages each, and its newer `torch_dist`."""
+    options, tensors = read(CHECKPOINTS / "drawn" / kind)
+    assert (options.num_layers, options.untie_embeddings_and_output_weights) == (4, True)
+    assert_equal(tensors, {name: drawn(name, shape) for name, shape in options.shapes().items()})
 
 
 def old_names(tensors, tied):
