@@ -11,6 +11,7 @@ import argparse
 import sys
 import zlib
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-torch.cuda.synchronize = lambda: None  # no GPU is at hand
+mock.patch.object(torch.cuda, "synchronize").start()  # no GPU is at hand
 LAYERS, HIDDEN, HEADS, FFN, VOCABULARY, POSITIONS = 4, 16, 2, 24, 32, 8
 MODEL = {
     "num_layers": LAYERS,
