@@ -116,6 +116,40 @@ def host_copy(x: Tensor) -> Tensor:
     return copied.pin_memory() if torch.cuda.is_available() else copied
 
 
+def send(x: Tensor, device: torch.device) -> Tensor:
+    """Start a copy to a device; the host waits for nothing, neither the copy nor what is before."""
+    if device.type == "cuda" and is_on_host(x):
+        x = x.pin_memory()  # of other memory the host would first wait for its turn
+    return x.to(device, non_blocking=True)
+
+
+class HostRead:
+    """A few numbers on their way to the host.
+
+    They come behind what the device has been given so far, and not behind what it is given until
+    somebody waits for them.
+
+    Args:
+        numbers: tensors of one element each, on one device.
+    """
+
+    def __init__(self, *numbers: Tensor) -> None:
+        self._numbers = torch.stack([number.detach().double().reshape(()) for number in numbers])
+        self._event: torch.cuda.Event | None = None
+        if self._numbers.device.type == "cuda":
+            source = self._numbers
+            self._numbers = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+            self._numbers.copy_(source, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def wait(self) -> list[float]:
+        """The numbers, once they are there."""
+        if self._event is not None:
+            self._event.synchronize()
+        return [float(number) for number in self._numbers.tolist()]
+
+
 class SideStream:
     """A stream beside the one that the device computes on.
 

@@ -93,6 +93,10 @@ class NumMicroBatchesCalculator(ABC):
     def global_batch_size_at(self, consumed_samples: int) -> int:
         """Global batch size that the options ask for after `consumed_samples`."""
 
+    @abstractmethod
+    def global_batch_sizes(self) -> Sequence[int]:
+        """Every global batch size that the options ask for at some time."""
+
 
 class ConstantNumMicroBatchesCalculator(NumMicroBatchesCalculator):
     """The same global batch size throughout.
@@ -123,6 +127,10 @@ class ConstantNumMicroBatchesCalculator(NumMicroBatchesCalculator):
     def global_batch_size_at(self, consumed_samples: int) -> int:  # noqa: ARG002  (constant)
         """The global batch size."""
         return self.global_batch_size
+
+    def global_batch_sizes(self) -> Sequence[int]:
+        """The one."""
+        return (self.global_batch_size,)
 
 
 class RampupBatchsizeNumMicroBatchesCalculator(NumMicroBatchesCalculator):
@@ -185,6 +193,11 @@ class RampupBatchsizeNumMicroBatchesCalculator(NumMicroBatchesCalculator):
         steps = consumed_samples * self.num_increments // self.ramup_samples
         return self.start_global_batch_size + steps * self.batch_size_increment
 
+    def global_batch_sizes(self) -> Sequence[int]:
+        """Those of the ramp, and the full size."""
+        start, increment = self.start_global_batch_size, self.batch_size_increment
+        return range(start, self.global_batch_size + 1, increment)
+
 
 class StepBatchsizeNumMicroBatchesCalculator(NumMicroBatchesCalculator):
     """A global batch size by thresholds of consumed samples.
@@ -210,6 +223,10 @@ class StepBatchsizeNumMicroBatchesCalculator(NumMicroBatchesCalculator):
     def global_batch_size_at(self, consumed_samples: int) -> int:
         """Size of the iteration that starts after `consumed_samples`."""
         return next(size for first, size in reversed(self.schedule) if consumed_samples >= first)
+
+    def global_batch_sizes(self) -> Sequence[int]:
+        """Those of the thresholds."""
+        return tuple(size for _, size in self.schedule)
 
 
 _SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}

@@ -63,9 +63,17 @@ class Timer:
 
 
 class Row:
-    """One schedule over this rank's chunks."""
+    """One schedule over this rank's chunks.
 
-    def __init__(self, name: str, work: Work, rank: int, world: int) -> None:
+    Args:
+        name: of the schedule.
+        work: shape of a step.
+        rank: of the pipeline.
+        world: ranks.
+        own_layers: mcore's linear layers, which a schedule that splits the backward needs.
+    """
+
+    def __init__(self, name: str, work: Work, rank: int, world: int, *, own_layers: bool) -> None:
         self.schedule, self.work, self.world = SCHEDULES[name], work, world
         chunks, placement = self.schedule.num_chunks, self.schedule.placement(world)
         self.context = build_context(
@@ -74,7 +82,8 @@ class Row:
             stage_placement=placement,
         )
         self.timer = Timer()
-        linear: MakeLinear = Linear if self.schedule.splits_backward else nn.Linear
+        own_layers = own_layers or self.schedule.splits_backward
+        linear: MakeLinear = Linear if own_layers else nn.Linear
         with parallel_state.use_context(self.context):
             self.chunks = [
                 Stage(work, work.blocks // chunks, placement.stage(rank, chunk), linear)

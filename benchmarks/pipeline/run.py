@@ -1,6 +1,9 @@
 """Measured step times of pipeline schedules beside predicted ones and beside torch's.
 
-python benchmarks/pipeline/run.py --schedules 1f1b,zb-h1
+python benchmarks/pipeline/run.py --schedules 1f1b,1f1b+own,zb-h1
+
+`1f1b+own` is 1f1b over mcore's own linear layers, as zb-h1 and zb-v have them: beside it the
+schedule is all that differs.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ import argparse
 import json
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 
@@ -18,6 +22,10 @@ sys.path.insert(0, str(HERE.parent))
 from ranks import run_ranks  # noqa: E402
 
 RANKS = 2
+#: Measured over predicted step time that is allowed, and the shortest forward that it is meant for.
+LIMIT, SHORTEST_FORWARD = 1.07, 0.050
+#: Rows of one schedule compute the same in another order.
+NORM_TOLERANCE = 1e-4
 
 
 def run(options: argparse.Namespace) -> dict:
@@ -36,9 +44,39 @@ def run(options: argparse.Namespace) -> dict:
         return json.loads(record.read_text())
 
 
+def check_norms(rows: list[dict]) -> None:
+    """Rows of a schedule have the same gradients, or the benchmark compares nothing."""
+    norms: dict[str, dict[str, float]] = {}
+    for row in rows:
+        schedule = row["row"].split()[1].removesuffix("+own")
+        norms.setdefault(schedule, {})[row["row"]] = row["norm"]
+    for schedule, of_rows in norms.items():
+        if max(of_rows.values()) > (1 + NORM_TOLERANCE) * min(of_rows.values()):
+            sys.exit(f"the rows of {schedule} have other gradient norms than each other: {of_rows}")
+
+
+def verdicts(results: dict) -> Iterator[str]:
+    """Each row of mcore against its prediction, and against the row of torch."""
+    rows = {row["row"]: row for row in results["rows"]}
+    for name, row in rows.items():
+        if "predicted" not in row:
+            continue
+        ratio = median(row["seconds"]) / row["predicted"]
+        verdict = f"{name}: {ratio:.3f} of the prediction, "
+        verdict += "within" if ratio <= LIMIT else "ABOVE"
+        verdict += f" {LIMIT}"
+        if row["costs"][0] < SHORTEST_FORWARD:
+            verdict += f" (no verdict: a forward takes less than {1000 * SHORTEST_FORWARD:.0f} ms)"
+        other = rows.get(name.replace("mcore", "torch").removesuffix("+own"))
+        if other is not None:
+            speed = median(other["seconds"]) / median(row["seconds"])
+            verdict += f"; {speed:.3f} times the tokens/s of torch"
+        yield verdict
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("--schedules", default="gpipe,1f1b,interleaved-1f1b,zb-h1,zb-v")
+    parser.add_argument("--schedules", default="gpipe,1f1b,1f1b+own,interleaved-1f1b,zb-h1,zb-v")
     parser.add_argument("--size", default="small")
     parser.add_argument("--steps", type=int, default=10, help="timed steps of a row")
     parser.add_argument("--pause", type=float, default=0.0, help="seconds before every step")
@@ -54,6 +92,9 @@ def main() -> None:
             line += " | " + " ".join(f"{1000 * cost:.1f}" for cost in row["costs"])
             line += f" |{1000 * row['predicted']:8.1f} | {middle / row['predicted']:.3f}"
         print(f"{line}   (gradient norm {row['norm']:.6f})")
+    check_norms(results["rows"])
+    for line in verdicts(results):
+        print(line)
 
 
 if __name__ == "__main__":

@@ -41,10 +41,13 @@ def message_seconds(work: Work, rank: int, times: int = 20) -> float:
 
 
 def build_rows(work: Work, rank: int, world: int) -> dict[str, Any]:
+    """For each name a row of mcore; beside it torch's, unless the name says `+own`."""
     rows: dict[str, Any] = {}
     for name in os.environ["BENCHMARK_ROWS"].split(","):
-        rows[f"mcore {name}"] = rows_mcore.Row(name, work, rank, world)
-        rows[f"torch {name}"] = rows_torch.Row(name, work, rank, world)
+        schedule, plus, _ = name.partition("+own")
+        rows[f"mcore {name}"] = rows_mcore.Row(schedule, work, rank, world, own_layers=bool(plus))
+        if not plus:
+            rows[f"torch {name}"] = rows_torch.Row(name, work, rank, world)
     return rows
 
 

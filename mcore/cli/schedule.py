@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from mcore.cli.timeline_picture import Timeline, draw_timelines
@@ -16,7 +15,7 @@ from mcore.pipeline_parallel import (
     Schedule,
     Simulation,
     build_pipeline,
-    parse_schedule,
+    read_schedule,
     simulate,
 )
 from mcore.pipeline_parallel.actions import format_plan
@@ -114,6 +113,8 @@ class _Result:
 
 def run(args: argparse.Namespace) -> int:
     """Print the schedule, or all of them."""
+    if args.compare and args.schedule is not None:
+        raise ConfigError(f"--compare shows every schedule: drop --schedule {args.schedule}")
     results = _compare(args) if args.compare else [_simulate(args, _schedule(args), 1.0)]
     if args.plot is not None:
         draw_timelines([Timeline(r.title, r.simulation) for r in results], args.plot)
@@ -147,12 +148,18 @@ def _schedule(args: argparse.Namespace) -> Schedule:
 
 def _from_file(args: argparse.Namespace, path: str) -> Schedule:
     """The plans of a file; it says the sizes, which may be repeated on the command line."""
-    custom = parse_schedule(Path(path).read_text(encoding="utf-8"), path)
+    custom = read_schedule(path)
     args.pp = len(custom.plans) if args.pp is None else args.pp
     if args.microbatches is None:
         args.microbatches = custom.num_microbatches
     chunks = custom.num_chunks if args.vpp is None else args.vpp
-    return Schedule(name="custom", num_chunks=chunks, custom=custom, group=args.group)
+    return Schedule(
+        name="custom",
+        num_chunks=chunks,
+        custom=custom,
+        group=args.group,
+        max_in_flight=args.max_in_flight_microbatches,
+    )
 
 
 def _simulate(args: argparse.Namespace, schedule: Schedule, scale: float) -> _Result:

@@ -106,7 +106,11 @@ _FIELDS: Mapping[str, tuple[_Accepts, str]] = {
     ),
     "timers": (_off, "leave it out"),
     "enable_autocast": (_off, "precision is params_dtype; leave it out"),
-    "variable_seq_lengths": (_off, "give variable_seq_lengths to the schedule"),
+    "variable_seq_lengths": (
+        _off,
+        "a GPT model's stages send one shape; a model of your own says variable_seq_lengths in a "
+        "config of its own, which the schedule reads",
+    ),
     "expert_model_parallel_size": (_one, _EXPERTS),
     "expert_tensor_parallel_size": (_one, _EXPERTS),
     "num_moe_experts": (_off, _EXPERTS),

@@ -164,6 +164,18 @@ def resolve(config: RunConfig, world_size: int) -> Resolved:
     )
 
 
+def microbatch_counts(config: RunConfig, world_size: int) -> set[int]:
+    """How many micro batches a step or an evaluation can have.
+
+    With a token budget it is whatever the conversations need: then only the number that they would
+    have with a row each.
+    """
+    resolved = resolve(config, world_size)
+    dp, micro = resolved.data_parallel_size, resolved.micro_batch_size
+    sizes = batch_size_calculator(config.training, dp).global_batch_sizes()
+    return {size // (micro * dp) for size in sizes} | {resolved.eval_num_microbatches}
+
+
 def batch_size_calculator(
     training: TrainingConfig, data_parallel_size: int
 ) -> NumMicroBatchesCalculator:

@@ -22,17 +22,19 @@ class ConstantGradScaler:
     Args:
         scale: what the loss is multiplied by.
         device: where the scale lives.
+
+    Attributes:
+        scale: [1].
+        is_stuck: whether the last step overflowed and nothing is left to try, [1]; the caller's to
+            judge.
     """
 
     def __init__(self, scale: float, device: torch.device) -> None:
         self.scale = torch.full((1,), scale, device=device)
+        self.is_stuck = torch.zeros(1, dtype=torch.bool, device=device)
 
     def update(self, found_inf: Tensor) -> None:
         """Take note of a step; nothing changes."""
-
-    def is_stuck(self) -> bool:
-        """Whether the last step overflowed and nothing is left to try; the caller's to judge."""
-        return False
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing that changes."""
@@ -59,7 +61,6 @@ class DynamicGradScaler(ConstantGradScaler):
         self._hysteresis = config.hysteresis
         self._good_steps = torch.zeros(1, dtype=torch.int32, device=device)
         self._left = torch.full((1,), self._hysteresis, dtype=torch.int32, device=device)
-        self._is_stuck = torch.zeros(1, dtype=torch.bool, device=device)
 
     def update(self, found_inf: Tensor) -> None:
         """Take note of a step.
@@ -70,17 +71,13 @@ class DynamicGradScaler(ConstantGradScaler):
         bad = found_inf.reshape(1)
         left = torch.where(bad, self._left - 1, self._left)
         good = torch.where(bad, torch.zeros_like(self._good_steps), self._good_steps + 1)
-        self._is_stuck = bad & (left <= 0) & (self.scale <= self._floor)
+        self.is_stuck = bad & (left <= 0) & (self.scale <= self._floor)
         lower = (self.scale * _BACKOFF).clamp(min=self._floor)
         scale = torch.where(bad & (left <= 0), lower, self.scale)
         grows = good == self._window
         self.scale = torch.where(grows, scale * _GROWTH, scale)
         self._good_steps = torch.where(grows, torch.zeros_like(good), good)
         self._left = torch.where(grows, torch.full_like(left, self._hysteresis), left)
-
-    def is_stuck(self) -> bool:
-        """Whether the last step overflowed at the lowest scale; reads the device."""
-        return bool(self._is_stuck)
 
     def state_dict(self) -> dict[str, Any]:
         """Scale and counters as plain numbers; reads the device."""

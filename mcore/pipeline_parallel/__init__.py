@@ -1,6 +1,7 @@
 """Pipelines as data: plans, their proof, and the one executor that runs them."""
 
 from mcore.pipeline_parallel.actions import Action, Kind, Plan, format_plans, parse_plans
+from mcore.pipeline_parallel.costs import Costs
 from mcore.pipeline_parallel.executor import PipelineExecutor, ScheduleResult
 from mcore.pipeline_parallel.hooks import ScheduleHooks
 from mcore.pipeline_parallel.p2p_communication import P2PCommunicator, TensorSpec
@@ -18,6 +19,7 @@ from mcore.pipeline_parallel.schedule import (
     ScheduleName,
     default_schedule,
     parse_schedule,
+    read_schedule,
 )
 from mcore.pipeline_parallel.schedules import (
     forward_backward_no_pipelining,
@@ -25,7 +27,7 @@ from mcore.pipeline_parallel.schedules import (
     forward_backward_pipelining_without_interleaving,
     get_forward_backward_func,
 )
-from mcore.pipeline_parallel.simulate import Costs, Simulation, simulate
+from mcore.pipeline_parallel.simulate import Simulation, simulate
 from mcore.pipeline_parallel.user_config import hooks_from_config
 from mcore.pipeline_parallel.zero_bubble import plan_zb_h1, plan_zb_v
 from mcore.topology.placement import Location, StagePlacement
@@ -65,6 +67,7 @@ __all__ = [
     "plan_no_pipelining",
     "plan_zb_h1",
     "plan_zb_v",
+    "read_schedule",
     "simulate",
     "split_layers",
     "stage_layers",

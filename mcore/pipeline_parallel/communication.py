@@ -5,9 +5,9 @@ which it was posted (NCCL: one stream a communicator, one kernel a batch), that 
 of a pair of ranks by their order alone (no tags), and where nothing is buffered: a send ends when
 its receive has been posted.
 
-Every message gets a *slot*: the time at which its producer ends when a forward costs 1, a backward
-2, and 1 + 1 where it is split. A rank's messages of one slot are one batch; each rank posts its
-batches in the order of slots.
+Every message gets a *slot*: the time at which its producer ends under nominal costs
+(`nominal_ends`). A rank's messages of one slot are one batch; each rank posts its batches in the
+order of slots.
 
 - No deadlock: take the earliest slot that is unfinished. What its producers need was produced in
   earlier slots, and all that any rank has posted before it belongs to earlier slots too, so its
@@ -19,8 +19,8 @@ batches in the order of slots.
   of receives only is posted one action ahead of its consumer. Two tensors that are exchanged
   (activation against gradient, the steady state of 1F1B) share a slot and thus a batch.
 
-The order of slots is a matter of correctness, the unit costs only of speed: any costs give an order
-that cannot deadlock. `simulate.py` checks all of this without use of the argument above.
+The order of slots is a matter of correctness, the costs only of speed: any costs give an order that
+cannot deadlock. `simulate.py` checks all of this without use of the argument above.
 """
 
 from __future__ import annotations
@@ -34,14 +34,19 @@ from mcore.pipeline_parallel.messages import (
     Message,
     check_plans,
     incoming,
+    nominal_ends,
     outgoing,
-    unit_cost_ends,
 )
 from mcore.topology.placement import StagePlacement
 
 # Receives are posted before the action that comes before their consumer, so that the transfer runs
 # beside that action; further ahead would only hold buffers.
 RECEIVE_AHEAD = 1
+
+# A rank that only sends would go on as long as it has something to compute, and hold every tensor
+# that its peer has not asked for. It posts no further batch before all but this many minus one of
+# those are done.
+SENDS_UNDER_WAY = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +76,7 @@ def plan_communication(plans: Sequence[Plan], placement: StagePlacement) -> tupl
             the action and the reason.
     """
     check_plans(plans, placement)
-    ends = unit_cost_ends(plans, placement)
+    ends = nominal_ends(plans, placement)
     end_of = {
         (rank, action): end
         for rank, plan in enumerate(plans)

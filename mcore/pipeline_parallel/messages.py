@@ -62,12 +62,17 @@ def outgoing(placement: StagePlacement, rank: int, action: Action) -> Message | 
     return Message(action, rank, _at(action, peer), peer.rank)
 
 
-def check_plans(plans: Sequence[Plan], placement: StagePlacement) -> int:
+def check_plans(plans: Sequence[Plan], placement: StagePlacement, *, trains: bool = False) -> int:
     """Check each plan by itself.
 
     Every (chunk, microbatch) of every rank has one forward, then one backward and perhaps, after
     that, its weight gradients; in an evaluation, one forward. The microbatches are 0 .. m-1, the
     same on all ranks.
+
+    Args:
+        plans: the plan of each pipeline rank.
+        placement: where the stages live.
+        trains: the plans are for training; otherwise plans of forwards alone are an evaluation's.
 
     Returns:
         The number of microbatches m.
@@ -80,12 +85,13 @@ def check_plans(plans: Sequence[Plan], placement: StagePlacement) -> int:
     num_microbatches = 1 + max((a.microbatch for plan in plans for a in plan), default=-1)
     if num_microbatches == 0:
         raise ScheduleError("the plans are empty: at least one microbatch is needed")
-    kinds = {action.kind for plan in plans for action in plan}
+    kinds = {action.kind for plan in plans for action in plan} - {Kind.WEIGHT}
+    kinds |= {Kind.FORWARD, Kind.BACKWARD} if trains else {Kind.FORWARD}
     for rank, plan in enumerate(plans):
         counts = Counter(plan)
         wanted = {
             Action(kind, chunk, microbatch)
-            for kind in (kinds | {Kind.FORWARD}) - {Kind.WEIGHT}
+            for kind in kinds
             for chunk in range(placement.num_chunks)
             for microbatch in range(num_microbatches)
         }
@@ -100,8 +106,14 @@ def check_plans(plans: Sequence[Plan], placement: StagePlacement) -> int:
     return num_microbatches
 
 
-def unit_cost_ends(plans: Sequence[Plan], placement: StagePlacement) -> tuple[list[int], ...]:
-    """When each action ends if a forward takes 1, a backward 1 + 1 and a message no time.
+#: Times that messages are put in order by. Nothing depends on them but speed: under other costs a
+#: message may have to wait for one that was expected before it. With equal times for F, B and W
+#: many messages would tie; these break the ties as real times do, where W is the shortest.
+_NOMINAL = {Kind.FORWARD: 100, Kind.BACKWARD: 101, Kind.WEIGHT: 99}
+
+
+def nominal_ends(plans: Sequence[Plan], placement: StagePlacement) -> tuple[list[int], ...]:
+    """When each action ends under `_NOMINAL` costs, if a message takes no time.
 
     Args:
         plans: checked plans of all ranks.
@@ -132,7 +144,7 @@ def unit_cost_ends(plans: Sequence[Plan], placement: StagePlacement) -> tuple[li
                         break
                     arrival = known
                 start = max(arrival, mine[-1] if mine else 0)
-                mine.append(start + _unit_cost(action, splits[rank]))
+                mine.append(start + _nominal_cost(action, splits[rank]))
                 ended[rank, action] = mine[-1]
                 progress = True
     for rank, plan in enumerate(plans):
@@ -141,10 +153,9 @@ def unit_cost_ends(plans: Sequence[Plan], placement: StagePlacement) -> tuple[li
     return ends
 
 
-def _unit_cost(action: Action, split: frozenset[tuple[int, int]]) -> int:
-    """A backward makes two matrix products, input and weight gradient, for one of the forward."""
+def _nominal_cost(action: Action, split: frozenset[tuple[int, int]]) -> int:
     is_whole = action.kind is Kind.BACKWARD and (action.chunk, action.microbatch) not in split
-    return 2 if is_whole else 1
+    return _NOMINAL[action.kind] + (_NOMINAL[Kind.WEIGHT] if is_whole else 0)
 
 
 def refusal(rank: int, action: Action | None, reason: str) -> ScheduleError:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mcore.errors import LostPeerError, ShapeError
 from mcore.pipeline_parallel.actions import Kind
-from mcore.pipeline_parallel.communication import Batch
+from mcore.pipeline_parallel.communication import SENDS_UNDER_WAY, Batch
 from mcore.pipeline_parallel.messages import Message
 from mcore.topology.group import Group
 
@@ -37,12 +37,19 @@ _TENSOR_LENGTH = 2 + _MAX_DIMS
 _HEADER_LENGTH = 1 + _MAX_TENSORS * _TENSOR_LENGTH
 
 
+class _Started(NamedTuple):
+    """Operations under way, and of which message each is."""
+
+    works: list[dist.Work]
+    messages: list[Message]
+
+
 @dataclass(slots=True)
 class _Posted:
     """A batch on its way; it keeps the tensors that are being sent alive."""
 
     batch: Batch
-    works: list[dist.Work]
+    started: _Started
     sends: tuple[Payload, ...]
     receives: dict[Message, Payload]
 
@@ -52,8 +59,10 @@ class P2PCommunicator:
 
     Batches end in the order in which they were posted: `receive` waits for the batch that brings
     the tensors and for all before it, on every backend. On NCCL that is what the communicator's
-    stream does, and waiting costs the host nothing; on gloo it bounds how long sent tensors are
-    held. `communication.py` derives the batches so that this never deadlocks.
+    stream does, and waiting costs the host nothing. `communication.py` derives the batches so that
+    this never deadlocks. Sent tensors are held until their batch has ended; `post` waits for the
+    oldest where too many that bring nothing are under way (`SENDS_UNDER_WAY`), which gloo cannot be
+    asked about otherwise.
 
     With specs every message is those tensors (a gradient: those of a floating dtype). Without, each
     batch first exchanges headers that say what comes, and `post` waits for them: by the order of
@@ -82,7 +91,7 @@ class P2PCommunicator:
         self._received: dict[Message, Payload] = {}
 
     def post(self, batch: Batch, outgoing: Mapping[Message, Payload]) -> None:
-        """Start the sends and receives of a batch; waits for nothing but headers.
+        """Start the sends and receives of a batch; waits for headers and older sends only.
 
         Args:
             batch: what to send to and receive from which rank.
@@ -93,6 +102,8 @@ class P2PCommunicator:
                 the receiver could not know.
             LostPeerError: a peer is gone.
         """
+        while len(self._posted) >= SENDS_UNDER_WAY and not self._posted[0].batch.receives:
+            self._wait_oldest()
         sends = tuple(
             tuple(tensor.contiguous() for tensor in outgoing[message]) for message in batch.sends
         )
@@ -108,9 +119,8 @@ class P2PCommunicator:
             )
             for message, specs in arriving.items()
         }
-        operations = self._operations(dist.isend, batch.sends, sends)
-        operations += self._operations(dist.irecv, batch.receives, tuple(receives.values()), True)
-        self._posted.append(_Posted(batch, self._start(operations, batch), sends, receives))
+        started = self._start(batch, sends, tuple(receives.values()))
+        self._posted.append(_Posted(batch, started, sends, receives))
 
     def receive(self, message: Message) -> Payload:
         """The tensors of a message whose receive was posted.
@@ -133,60 +143,58 @@ class P2PCommunicator:
 
     def _wait_oldest(self) -> None:
         posted = self._posted.popleft()
-        self._wait(posted.works, posted.batch)
+        self._wait(posted.started)
         self._received.update(posted.receives)
 
-    def _start(self, operations: list[dist.P2POp], batch: Batch) -> list[dist.Work]:
+    def _start(
+        self, batch: Batch, sends: Sequence[Payload], receives: Sequence[Payload]
+    ) -> _Started:
+        operations: list[dist.P2POp] = []
+        messages: list[Message] = []
+        pairs = zip((*batch.sends, *batch.receives), (*sends, *receives), strict=True)
+        for message, payload in pairs:
+            function = dist.isend if self._is_sent(message) else dist.irecv
+            peer = self._group.ranks[self._peer(message)]
+            for tensor in payload:
+                operations.append(dist.P2POp(function, tensor, peer, self._group.handle))
+                messages.append(message)
         if not operations:
-            return []
+            return _Started([], [])
         try:
-            works: list[dist.Work] = dist.batch_isend_irecv(operations)
+            return _Started(dist.batch_isend_irecv(operations), messages)
         except RuntimeError as error:
-            raise self._lost(batch, error) from error
-        return works
+            raise self._lost(messages, error) from error
 
-    def _wait(self, works: list[dist.Work], batch: Batch) -> None:
-        try:
-            for work in works:
+    def _wait(self, started: _Started) -> None:
+        for number, work in enumerate(started.works):
+            try:
                 work.wait()
-        except RuntimeError as error:
-            raise self._lost(batch, error) from error
+            except RuntimeError as error:
+                # One work a tensor on gloo, one for the whole batch on NCCL.
+                knows = len(started.works) == len(started.messages)
+                lost = started.messages[number : number + 1] if knows else started.messages
+                raise self._lost(lost, error) from error
 
-    def _lost(self, batch: Batch, error: RuntimeError) -> LostPeerError:
+    def _is_sent(self, message: Message) -> bool:
+        return message.source == self._group.rank
+
+    def _peer(self, message: Message) -> int:
+        return message.destination if self._is_sent(message) else message.source
+
+    def _lost(self, messages: Sequence[Message], error: RuntimeError) -> LostPeerError:
         """A peer died or stands still: say which, and what it was to do."""
-        ranks = self._group.ranks
-        owed = [
-            f"{_what(m)} from pipeline rank {m.source} (global rank {ranks[m.source]})"
-            for m in batch.receives
-        ]
-        owed += [
-            f"the receipt of {_what(m)} by pipeline rank {m.destination} (global rank "
-            f"{ranks[m.destination]})"
-            for m in batch.sends
-        ]
+        owed = []
+        for message in dict.fromkeys(messages):
+            peer = self._peer(message)
+            who = f"pipeline rank {peer} (global rank {self._group.ranks[peer]})"
+            what = _what(message)
+            sent = self._is_sent(message)
+            owed.append(f"the receipt of {what} by {who}" if sent else f"{what} from {who}")
         return LostPeerError(
             f"pipeline rank {self._group.rank} (global rank {self._group.global_rank}) has lost a "
-            f"peer while it waited for {' and '.join(owed)}: that process died or stands still "
+            f"peer while it waited for {' or '.join(owed)}: that process died or stands still "
             f"({_first_sentence(error)})"
         )
-
-    def _operations(
-        self,
-        operation: Callable[..., Any],
-        messages: Sequence[Message],
-        payloads: Sequence[Payload],
-        is_receive: bool = False,
-    ) -> list[dist.P2POp]:
-        return [
-            dist.P2POp(
-                operation,
-                tensor,
-                self._group.ranks[message.source if is_receive else message.destination],
-                self._group.handle,
-            )
-            for message, payload in zip(messages, payloads, strict=True)
-            for tensor in payload
-        ]
 
     def _expected(self, message: Message) -> tuple[TensorSpec, ...]:
         assert self._specs is not None
@@ -213,9 +221,7 @@ class P2PCommunicator:
             (torch.zeros(_HEADER_LENGTH, dtype=torch.int64, device=self._device),)
             for _ in batch.receives
         ]
-        operations = self._operations(dist.isend, batch.sends, written)
-        operations += self._operations(dist.irecv, batch.receives, empty, True)
-        self._wait(self._start(operations, batch), batch)
+        self._wait(self._start(batch, written, empty))
         return {
             message: _read_header(header)
             for message, (header,) in zip(batch.receives, empty, strict=True)

@@ -7,6 +7,7 @@ from functools import lru_cache
 
 from mcore.pipeline_parallel.actions import Plan
 from mcore.pipeline_parallel.communication import Program, plan_communication
+from mcore.pipeline_parallel.messages import check_plans
 from mcore.pipeline_parallel.plans import forward_part
 from mcore.pipeline_parallel.schedule import Schedule
 from mcore.pipeline_parallel.simulate import simulate
@@ -44,10 +45,10 @@ def build_pipeline(
         ConfigError: sizes that the schedule is not defined for.
         ScheduleError: a plan that cannot run, with the rank, the action and the reason.
     """
-    plans = schedule.plans(pp, num_microbatches)
+    plans, placement = schedule.plans(pp, num_microbatches), schedule.placement(pp)
+    check_plans(plans, placement, trains=True)
     if forward_only:
         plans = tuple(map(forward_part, plans))
-    placement = schedule.placement(pp)
     programs = plan_communication(plans, placement)
     simulate(plans, placement, programs=programs)
     return Pipeline(plans, placement, programs)

@@ -3,53 +3,27 @@
 The simulator knows nothing of how programs are made. It models the strictest backend that we run
 on: a rank's batches run one after another in the order posted, the members of a batch at the same
 time; a send ends only with its receive; sends and receives between two ranks match by order. An
-action waits for the batch that brings its input, not for sends.
+action waits for the batch that brings its input and for those before it; a batch is not posted
+while `SENDS_UNDER_WAY` others wait, of which the oldest only sends.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mcore.errors import ScheduleError
 from mcore.pipeline_parallel.actions import Action, Kind, Plan, split_backwards
-from mcore.pipeline_parallel.communication import Batch, Program, plan_communication
+from mcore.pipeline_parallel.communication import (
+    SENDS_UNDER_WAY,
+    Batch,
+    Program,
+    plan_communication,
+)
+from mcore.pipeline_parallel.costs import Costs
 from mcore.pipeline_parallel.messages import Message, check_plans, incoming, refusal
 from mcore.topology.placement import StagePlacement
-
-
-@dataclass(frozen=True, slots=True)
-class Costs:
-    """How long things take, in any unit of time.
-
-    Attributes:
-        forward: one forward of a chunk.
-        backward: the part of a chunk's backward that gives the input gradient.
-        weight: the part that gives the weight gradients.
-        communication: one message between two ranks.
-    """
-
-    forward: float = 1.0
-    backward: float = 1.0
-    weight: float = 1.0
-    communication: float = 0.0
-
-    def of(self, action: Action, split: frozenset[tuple[int, int]] = frozenset()) -> float:
-        """The time of an action.
-
-        Args:
-            action: of a plan.
-            split: the plan's (chunk, microbatch) pairs whose weight gradients are an action of
-                their own (`split_backwards`); any other backward includes them.
-        """
-        if action.kind is Kind.FORWARD:
-            return self.forward
-        if action.kind is Kind.WEIGHT:
-            return self.weight
-        if (action.chunk, action.microbatch) in split:
-            return self.backward
-        return self.backward + self.weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +75,7 @@ def simulate(
     placement: StagePlacement,
     costs: Costs | None = None,
     programs: Sequence[Program] | None = None,
+    own_costs: Mapping[tuple[int, int], Costs] | None = None,
 ) -> Simulation:
     """Run all ranks' plans in simulated time.
 
@@ -109,6 +84,7 @@ def simulate(
         placement: where the stages live.
         costs: how long actions and messages take; the default is forward 1, backward 2, messages 0.
         programs: the plans with their communication; None = `plan_communication(plans, placement)`.
+        own_costs: of the actions of some (rank, chunk), in place of `costs`.
 
     Returns:
         Times and peaks.
@@ -124,7 +100,7 @@ def simulate(
     for rank, (plan, program) in enumerate(zip(plans, programs, strict=True)):
         if tuple(step for step in program if isinstance(step, Action)) != plan:
             raise refusal(rank, None, "the program does not run the actions of the plan in order")
-    machine = _Machine(placement, costs or Costs(), programs)
+    machine = _Machine(placement, costs or Costs(), own_costs or {}, programs)
     machine.run()
     spans = tuple(tuple(rank.spans) for rank in machine.ranks)
     return Simulation(
@@ -170,7 +146,8 @@ class _Rank:
     clock: float = 0.0
     posted: list[_Posted] = field(default_factory=list)
     running: int = 0  # the first batch that is not done
-    carrier: dict[Message, _Posted] = field(default_factory=dict)
+    waited: int = 0  # the first batch that the computing lane has not waited for
+    carrier: dict[Message, int] = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list)
     computed: set[Action] = field(default_factory=set)
     unused: int = 0
@@ -187,9 +164,13 @@ class _Machine:
     """Advances all ranks until nothing moves."""
 
     def __init__(
-        self, placement: StagePlacement, costs: Costs, programs: Sequence[Program]
+        self,
+        placement: StagePlacement,
+        costs: Costs,
+        own_costs: Mapping[tuple[int, int], Costs],
+        programs: Sequence[Program],
     ) -> None:
-        self.costs = costs
+        self.costs, self.own_costs = costs, own_costs
         self.ranks = [_Rank(program) for program in programs]
         self.splits = [
             split_backwards(step for step in program if isinstance(step, Action))
@@ -220,23 +201,30 @@ class _Machine:
         before = state.position
         while state.position < len(state.program):
             step = state.program[state.position]
-            if isinstance(step, Batch):
-                self._post(rank, step)
-            elif not self._act(rank, step):
+            moved = self._post(rank, step) if isinstance(step, Batch) else self._act(rank, step)
+            if not moved:
                 break
             state.position += 1
         return state.position > before
 
-    def _post(self, rank: int, batch: Batch) -> None:
+    def _post(self, rank: int, batch: Batch) -> bool:
         state = self.ranks[rank]
+        while len(state.posted) - state.waited >= SENDS_UNDER_WAY:
+            oldest = state.posted[state.waited]
+            if oldest.batch.receives:
+                break
+            if oldest.done is None:
+                return False
+            state.clock = max(state.clock, oldest.done)
+            state.waited += 1
         for message in batch.sends:
             if message.producer not in state.computed:
                 raise refusal(rank, message.producer, f"{message} is sent before it is computed")
-        posted = _Posted(batch, state.clock)
-        state.posted.append(posted)
-        state.carrier.update({message: posted for message in batch.receives})
+        state.carrier.update({message: len(state.posted) for message in batch.receives})
+        state.posted.append(_Posted(batch, state.clock))
         state.unused += len(batch.receives)
         state.peak_receives = max(state.peak_receives, state.unused)
+        return True
 
     def _act(self, rank: int, action: Action) -> bool:
         state = self.ranks[rank]
@@ -249,11 +237,14 @@ class _Machine:
             carrier = state.carrier.get(message)
             if carrier is None:
                 raise refusal(rank, action, f"the receive of {message} has not been posted")
-            if carrier.done is None:
+            done = state.posted[carrier].done
+            if done is None:
                 return False
-            start = max(start, carrier.done)
+            start = max(start, done)
+            state.waited = max(state.waited, carrier + 1)
             state.unused -= 1
-        state.clock = start + self.costs.of(action, self.splits[rank])
+        costs = self.own_costs.get((rank, action.chunk), self.costs)
+        state.clock = start + costs.of(action, self.splits[rank])
         state.spans.append(Span(action, start, state.clock))
         state.computed.add(action)
         return True

@@ -6,32 +6,43 @@ import math
 
 from mcore.pipeline_parallel.simulate import Simulation, Span
 
+# Times are sums, so that a multiple of the unit may be off by a few last bits.
+_FUZZ = 1e-9
+
 
 def format_timetable(simulation: Simulation) -> str:
     """Draw who does what when.
 
-    A column is as long as the shortest action. An action stands at its start, dashes fill the rest
-    of its time, dots are idle time.
+    A column is as long as the shortest action that takes time. An action stands in the column in
+    which it starts, dashes fill the rest of its time, dots are idle time. Every action is there: no
+    two of a rank start in the same column, unless one takes no time, and then it pushes on what
+    follows it.
 
     Returns:
         One line a rank, such as `rank 0  F0.0 F0.1 .... B0.0 ----`.
     """
     spans = [span for rank in simulation.spans for span in rank]
-    unit = min(span.end - span.start for span in spans)
+    unit = min(span.end - span.start for span in spans if span.end > span.start)
     width = max(len(str(span.action)) for span in spans)
-    columns = math.ceil(simulation.step_time / unit - 1e-9)
-    label = len(f"rank {len(simulation.spans) - 1}")
-    return "\n".join(
-        f"{f'rank {rank}':<{label}}  {_row(row, unit, columns, width)}"
-        for rank, row in enumerate(simulation.spans)
-    )
+    rows = [_row(row, unit, width) for row in simulation.spans]
+    columns = max(math.ceil(simulation.step_time / unit - _FUZZ), *map(len, rows))
+    label = len(f"rank {len(rows) - 1}")
+    lines = []
+    for rank, cells in enumerate(rows):
+        idle = ["." * width] * (columns - len(cells))
+        lines.append(f"{f'rank {rank}':<{label}}  {' '.join([*cells, *idle]).rstrip()}")
+    return "\n".join(lines)
 
 
-def _row(spans: tuple[Span, ...], unit: float, columns: int, width: int) -> str:
-    cells = ["." * width] * columns
+def _row(spans: tuple[Span, ...], unit: float, width: int) -> list[str]:
+    """The cells up to the end of the last action."""
+    cells: list[str] = []
+    free = 0  # the column after that of the last action
     for span in spans:
-        start = round(span.start / unit)
-        for column in range(start, min(columns, max(start + 1, round(span.end / unit)))):
-            cells[column] = "-" * width
-        cells[min(start, columns - 1)] = str(span.action).ljust(width)
-    return " ".join(cells).rstrip()
+        start = max(free, math.floor(span.start / unit + _FUZZ))
+        del cells[start:]
+        cells += ["." * width] * (start - len(cells))
+        cells.append(str(span.action).ljust(width))
+        free = start + 1
+        cells += ["-" * width] * (math.ceil(span.end / unit - _FUZZ) - len(cells))
+    return cells

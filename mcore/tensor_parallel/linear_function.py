@@ -82,19 +82,21 @@ class LinearWithGradAccumulationAndAsyncCommunication(Function):
         """Start communicating dx, compute dW meanwhile, wait for dx last."""
         input_, weight = ctx.saved_tensors
         group: Group = ctx.group
+        # Once: each of the three results would copy a gradient that is not contiguous.
+        grad_rows = grad_output.flatten(0, -2)
         needs_input, needs_weight = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
         if needs_weight and ctx.weight_gradients is not None:
             work = ctx.weight_gradients.work
             if work is not None:
                 needs_weight = False
-                work.append(_deferred(ctx, grad_output.detach(), input_.detach()))
+                work.append(_deferred(ctx, grad_rows.detach(), input_.detach()))
 
         gathering: Pending | None = None
         if ctx.sequence_parallel and needs_weight:
             gathering = start_all_gather_along_dim(input_, 0, group)
         sending: Pending | None = None
         if needs_input:
-            grad_input = grad_output.matmul(weight)
+            grad_input = grad_rows.mm(weight).view(*grad_output.shape[:-1], weight.shape[1])
             if ctx.sequence_parallel:
                 sending = start_reduce_scatter_along_dim(grad_input, 0, group)
             elif ctx.allreduce_dgrad:
@@ -105,36 +107,40 @@ class LinearWithGradAccumulationAndAsyncCommunication(Function):
         grad_weight = grad_bias = None
         if needs_weight:
             total = input_ if gathering is None else gathering.wait()
-            grad_weight = _weight_gradient(grad_output, total, ctx.main_grad)
+            grad_weight = _weight_gradient(grad_rows, total, ctx.main_grad)
         if ctx.has_bias and ctx.needs_input_grad[2]:
-            grad_bias = grad_output.flatten(0, -2).sum(0)
+            grad_bias = grad_rows.sum(0)
         done = None if sending is None else sending.wait()
         return done, grad_weight, grad_bias, None, None, None, None, None
 
 
-def _deferred(ctx: Any, grad_output: Tensor, x: Tensor) -> Callable[[], None]:
+def _deferred(ctx: Any, grad_rows: Tensor, x: Tensor) -> Callable[[], None]:
     """The product dW as a function; it holds what the product needs, not the graph."""
     weight, main_grad, group = ctx.weight, ctx.main_grad, ctx.group
     gathers = ctx.sequence_parallel
 
     def product() -> None:
         total = all_gather_along_dim(x, 0, group) if gathers else x
-        grad_weight = _weight_gradient(grad_output, total, main_grad)
-        if grad_weight is None:
-            return
-        if accumulates_in_main_grad(weight):
-            weight.main_grad.add_(grad_weight)
-        elif weight.grad is None:
-            weight.grad = grad_weight
-        else:
-            weight.grad += grad_weight
+        grad_weight = _weight_gradient(grad_rows, total, main_grad)
+        if grad_weight is not None:
+            accumulate_late(weight, grad_weight)
 
     return product
 
 
-def _weight_gradient(grad_output: Tensor, x: Tensor, main_grad: Tensor | None) -> Tensor | None:
+def accumulate_late(weight: Tensor, grad: Tensor) -> None:
+    """Add a gradient that was put off to where autograd would have put it."""
+    if accumulates_in_main_grad(weight):
+        weight.main_grad.add_(grad)  # type: ignore[attr-defined]
+    elif weight.grad is None:
+        weight.grad = grad
+    else:
+        weight.grad += grad
+
+
+def _weight_gradient(rows: Tensor, x: Tensor, main_grad: Tensor | None) -> Tensor | None:
     """Product dW = dy^T x, added straight into `main_grad` where the wrapper asks for it."""
-    rows, columns = grad_output.flatten(0, -2), x.flatten(0, -2)
+    columns = x.flatten(0, -2)
     if main_grad is None:
         return rows.t().mm(columns)
     add_product_(main_grad, rows.t(), columns)

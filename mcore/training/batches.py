@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from mcore.data.batch_loader import BatchLoader
 from mcore.data.gpt_dataset import SampleDataset
 from mcore.data.samplers import Sampler
+from mcore.device import send
 from mcore.training.token_budget import TokenBudgetLoader
 from mcore.transformer.documents import pack_documents
 from mcore.transformer.dropout import DropoutState
@@ -52,7 +52,7 @@ class BatchStream:
         read = next(self.loader)
         self.waited += time.perf_counter() - start
         starts = read.pop("is_document_start", None)
-        batch: dict[str, Any] = {name: self._move(tensor) for name, tensor in read.items()}
+        batch: dict[str, Any] = {name: send(x, self.device) for name, x in read.items()}
         if starts is not None:
             batch["attention_mask"] = pack_documents(starts).to(self.device)
         batch["dropout_state"] = DropoutState(self.seed, self.iteration, batch["sample_index"])
@@ -62,9 +62,6 @@ class BatchStream:
         """Seconds spent waiting for samples since the last call."""
         waited, self.waited = self.waited, 0.0
         return waited
-
-    def _move(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.device, non_blocking=True)
 
     def seek(self, consumed_samples: int) -> None:
         """Go on after so many samples of all ranks, wherever the stream stands."""

@@ -21,7 +21,11 @@ from mcore.tensor_parallel.random import model_parallel_cuda_manual_seed
 from mcore.topology.collectives import barrier
 from mcore.topology.context import ParallelContext
 from mcore.topology.group import Group
-from mcore.training.pipeline_plan import PipelinePlan, plan_pipeline
+from mcore.training.pipeline_plan import (
+    PipelinePlan,
+    options_without_effect,
+    plan_pipeline,
+)
 from mcore.training.rendezvous import meet
 
 
@@ -176,8 +180,8 @@ def initialize(config: RunConfig, launch: Launch) -> Runtime:
     )
     if ctx.pp.size > 1:
         get_logger().info("pipeline schedule: %s", pipeline.schedule.name)
-    elif config.pipeline.pipeline_schedule is not None:
-        warn_ignored("--pipeline-schedule", "there is one pipeline rank")
+    for option in options_without_effect(config):
+        warn_ignored(option, "there is one pipeline rank")
     return Runtime(ctx, device, world.is_owned, pipeline, _host_group(minutes))
 
 

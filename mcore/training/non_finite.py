@@ -54,7 +54,6 @@ class Evidence:
         ctx: groups.
         losses: of each microbatch, before division and scaling, on the ranks that have them.
         gradients: (microbatch or None, names, largest absolute value of each).
-        mean_loss: of the global batch, once it is known.
         look_again: runs the step's microbatches once more, weights being unchanged, and looks after
             each of them; None = nobody can. Every rank of the job takes part.
     """
@@ -62,12 +61,7 @@ class Evidence:
     ctx: ParallelContext
     losses: list[Tensor] = field(default_factory=list)
     gradients: list[tuple[int | None, list[str], Tensor]] = field(default_factory=list)
-    mean_loss: Tensor | None = None
     look_again: Callable[[], Evidence] | None = None
-
-    def loss_is_finite(self) -> bool:
-        """Whether the global batch's loss is a number; waits for the device."""
-        return self.mean_loss is None or bool(torch.isfinite(self.mean_loss))
 
     def note_loss(self, loss: Tensor) -> None:
         """Take down the loss of the next microbatch, in the order of their forwards."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from mcore.config.run import RunConfig
 from mcore.errors import ConfigError
-from mcore.pipeline_parallel import Schedule, build_pipeline, default_schedule, parse_schedule
+from mcore.pipeline_parallel import Schedule, build_pipeline, default_schedule, read_schedule
 from mcore.topology.placement import StagePlacement
 
 
@@ -38,6 +38,11 @@ def plan_pipeline(config: RunConfig) -> PipelinePlan:
         ScheduleError: a file that is no schedule.
     """
     schedule = _schedule(config)
+    if schedule.custom is not None and config.training.max_tokens_per_microbatch is not None:
+        raise ConfigError(
+            f"{config.pipeline.pipeline_schedule} is for one number of microbatches, and with "
+            "--max-tokens-per-microbatch every step has its own: use a schedule by name"
+        )
     if schedule.splits_backward and config.ddp.sharding_stage >= 2:
         raise ConfigError(
             f"{config.pipeline.pipeline_schedule} has weight gradients (W) after the backward, "
@@ -47,14 +52,26 @@ def plan_pipeline(config: RunConfig) -> PipelinePlan:
     return PipelinePlan(schedule, schedule.placement(config.model.pipeline_model_parallel_size))
 
 
-def prove_pipeline(plan: PipelinePlan, num_microbatches: int) -> None:
+def prove_pipeline(plan: PipelinePlan, counts: Iterable[int]) -> None:
     """Simulate the schedule, before any process group exists.
+
+    Args:
+        plan: the pipeline.
+        counts: every number of micro batches that a step or an evaluation may have.
 
     Raises:
         ConfigError: sizes that the schedule is not defined for.
         ScheduleError: it cannot run; with the rank, the action and the reason.
     """
-    build_pipeline(plan.schedule, plan.placement.num_ranks, num_microbatches)
+    wanted, custom = sorted(set(counts)), plan.schedule.custom
+    if custom is not None and len(wanted) > 1:
+        raise ConfigError(
+            f"--pipeline-schedule file:{custom.source} is for {custom.num_microbatches} "
+            f"microbatches, and steps and evaluations of this run have {_list(wanted)} (batch "
+            "sizes that grow, or that of the evaluation): use a schedule by name"
+        )
+    for count in wanted:
+        build_pipeline(plan.schedule, plan.placement.num_ranks, count)
 
 
 def plan_split(config: RunConfig, plan: PipelinePlan) -> tuple[int, ...]:
@@ -82,14 +99,51 @@ def relative_costs(config: RunConfig) -> tuple[float, float]:
     return 2 * h / layer, (2 * h + 5) * vocabulary / layer
 
 
+def options_without_effect(config: RunConfig) -> tuple[str, ...]:
+    """Flags that were given and mean nothing where there is one pipeline rank."""
+    options = config.pipeline
+    given = {
+        "--pipeline-schedule": options.pipeline_schedule,
+        "--max-in-flight-microbatches": options.max_in_flight_microbatches,
+        "--microbatch-group-size-per-virtual-pipeline-stage": (
+            options.microbatch_group_size_per_virtual_pipeline_stage
+        ),
+        "--profile-pipeline": options.profile_pipeline,
+    }
+    if config.model.pipeline_model_parallel_size > 1:
+        return ()
+    return tuple(flag for flag, value in given.items() if value is not None)
+
+
 def _schedule(config: RunConfig) -> Schedule:
-    options, pp = config.pipeline, config.model.pipeline_model_parallel_size
+    chunks = config.pipeline.num_chunks(config.model)
+    if config.model.pipeline_model_parallel_size > 1:
+        return _asked_for(config, chunks)
+    # What is asked for has no effect here, and must exist all the same.
+    _asked_for(config, 2 if _interleaves(config) else None)
+    return default_schedule(1)
+
+
+def _interleaves(config: RunConfig) -> bool:
+    options = config.pipeline
+    if options.pipeline_schedule is not None:
+        return options.pipeline_schedule == "interleaved-1f1b"
+    group = options.microbatch_group_size_per_virtual_pipeline_stage
+    return group is not None and options.max_in_flight_microbatches is None
+
+
+def _asked_for(config: RunConfig, chunks: int | None) -> Schedule:
+    options = config.pipeline
     name: Any = options.pipeline_schedule
-    chunks = options.num_chunks(config.model)
-    if pp == 1:
-        return default_schedule(1)
     if name is not None and name.startswith("file:"):
-        return _from_file(name.removeprefix("file:"), chunks)
+        custom = read_schedule(name.removeprefix("file:"))
+        return Schedule(
+            name="custom",
+            num_chunks=chunks or custom.num_chunks,
+            group=options.microbatch_group_size_per_virtual_pipeline_stage,
+            max_in_flight=options.max_in_flight_microbatches,
+            custom=custom,
+        )
     if name is None:
         name = "1f1b" if (chunks or 1) == 1 else "interleaved-1f1b"
         if options.max_in_flight_microbatches is not None:
@@ -109,10 +163,6 @@ def _schedule(config: RunConfig) -> Schedule:
     )
 
 
-def _from_file(path: str, chunks: int | None) -> Schedule:
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--pipeline-schedule file:{path} cannot be read: {error}") from error
-    custom = parse_schedule(text, path)
-    return Schedule(name="custom", num_chunks=chunks or custom.num_chunks, custom=custom)
+def _list(counts: list[int]) -> str:
+    shown = ", ".join(map(str, counts[:8]))
+    return shown if len(counts) <= 8 else f"{shown} and so on"

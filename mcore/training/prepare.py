@@ -8,7 +8,7 @@ from typing import Any
 
 from mcore.config.checks import problems_between
 from mcore.config.fields import refuse
-from mcore.config.run import RunConfig, resolve
+from mcore.config.run import RunConfig, microbatch_counts
 from mcore.data.blend import dangling_weight
 from mcore.errors import CheckpointError, McoreError
 from mcore.training import checkpointing
@@ -157,9 +157,7 @@ def _pipeline_problems(config: RunConfig, world_size: int) -> list[str]:
     try:
         pipeline = plan_pipeline(config)
         plan_split(config, pipeline)
-        resolved = resolve(config, world_size)
-        prove_pipeline(pipeline, resolved.num_microbatches)
-        prove_pipeline(pipeline, resolved.eval_num_microbatches)
+        prove_pipeline(pipeline, microbatch_counts(config, world_size))
     except McoreError as error:
         return [str(error)]
     return []

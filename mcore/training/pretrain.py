@@ -206,7 +206,7 @@ def run(
             with garbage_collection(config.runtime):
                 training.train()
             if profile is not None:
-                profile.write(resolved.num_microbatches)
+                profile.write()
         if state.iteration == resolved.train_iters or config.training.skip_train:
             training.finish()
     except BaseException as error:
@@ -247,10 +247,7 @@ def _batch_sizes(config: RunConfig, resolved: Resolved, data: object) -> NumMicr
 
 def _profile(config: RunConfig, runtime: Runtime) -> PipelineProfile | None:
     path = config.pipeline.profile_pipeline
-    if path is not None and runtime.ctx.pp.size == 1:
-        warn_ignored("--profile-pipeline", "there is one pipeline rank")
-        return None
-    return None if path is None else PipelineProfile(path, runtime)
+    return None if path is None or runtime.ctx.pp.size == 1 else PipelineProfile(path, runtime)
 
 
 def _refuse(error: McoreError, launch: Launch) -> None:

@@ -6,13 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from mcore.config.run import Resolved, RunConfig
 from mcore.data.builder import Datasets
 from mcore.data.gpt_dataset import SampleDataset
 from mcore.data.split_source import SplitSource, split_source
 from mcore.data.stable_blend import StableBlend
+from mcore.device import HostRead
 from mcore.distributed import (
     DataParallelModule,
     DistributedDataParallel,
@@ -67,15 +68,14 @@ class UnsettledUpdate:
     """An update of which the host does not know yet whether it was made.
 
     Attributes:
-        applied: bool scalar on the device.
-        samples: what the schedule advances by if it was.
-        grad_norm: of the step, scalar on the device; says whether gradients were finite.
+        facts: whether it was made, gradient norm and loss of the step, and whether its gradients
+            overflowed at the lowest loss scale.
+        samples: what the schedule advances by if it was made.
         evidence: where a number that is not finite came from, or None where nobody asks.
     """
 
-    applied: Tensor
+    facts: HostRead
     samples: int
-    grad_norm: Tensor
     evidence: Evidence | None = None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mcore.config.run import Resolved
+from mcore.device import HostRead
 from mcore.distributed import DataParallelModule, finalize_model_grads
 from mcore.errors import NumericsError
 from mcore.log import get_logger
@@ -161,7 +163,6 @@ class StepFunctions:
             records = self._run(state.chunks, streams, hooks, microbatches)
         loss, num_tokens = reduce_loss(records, self._runtime)
         if evidence is not None:
-            evidence.mean_loss = loss
             consumed = state.consumed_train_samples
             evidence.look_again = partial(
                 self._look_again, state, streams, microbatches, state.iteration + 1, consumed
@@ -205,7 +206,13 @@ class StepFunctions:
         """
         samples = outcome.global_batch_size
         evidence = None if is_judged else outcome.evidence
-        state.unsettled = UnsettledUpdate(outcome.applied, samples, outcome.grad_norm, evidence)
+        facts = HostRead(
+            outcome.applied,
+            outcome.grad_norm,
+            outcome.loss,
+            state.optimizer.grad_scaler.is_stuck,
+        )
+        state.unsettled = UnsettledUpdate(facts, samples, evidence)
         state.iteration += 1
         state.consumed_train_samples += samples
 
@@ -344,8 +351,9 @@ class StepFunctions:
 def settle(state: TrainState) -> None:
     """Let the schedule follow the last update, now that it is known whether it was made.
 
-    It is asked as late as possible: right before the next update, or before the state is saved. By
-    then the device has long finished, so that no step waits for it.
+    It is asked as late as possible: right before the next update, or before the state is saved.
+    The numbers were sent to the host right behind the last update, so that the host waits for that,
+    and not for the step that has been handed to the device since.
 
     Raises:
         NumericsError: the loss or a gradient was not finite, and the run looks for that, or the
@@ -354,27 +362,25 @@ def settle(state: TrainState) -> None:
     last, state.unsettled = state.unsettled, None
     if last is None:
         return
-    applied = bool(last.applied)
+    applied, grad_norm, loss, is_stuck = last.facts.wait()
     if applied:
         state.scheduler.step(increment=last.samples)
     else:
         state.skipped_iterations += 1
         state.skipped_train_samples += last.samples
-    is_finite = bool(torch.isfinite(last.grad_norm))
-    if last.evidence is not None and not (is_finite and last.evidence.loss_is_finite()):
+    is_finite = math.isfinite(grad_norm)
+    if last.evidence is not None and not (is_finite and math.isfinite(loss)):
         found = find_closely(last.evidence, state.chunks)
-        refuse(state.iteration, found, was_applied=applied)
+        refuse(state.iteration, found, was_applied=bool(applied))
     if applied:
         return
     if is_finite or not state.optimizer.config.fp16:  # overflows are how its scale finds its place
         get_logger().warning(
             "iteration %d: %s; its update was left out",
             state.iteration,
-            f"gradient norm {float(last.grad_norm):.3g}"
-            if is_finite
-            else "a gradient was not finite",
+            f"gradient norm {grad_norm:.3g}" if is_finite else "a gradient was not finite",
         )
-    if state.optimizer.grad_scaler.is_stuck():
+    if is_stuck:
         raise NumericsError(
             f"iteration {state.iteration}: gradients are not finite although the loss scale is at "
             f"its minimum ({state.optimizer.config.min_loss_scale}); nothing was saved since. Go "
@@ -418,6 +424,8 @@ def read_record(record: Any) -> tuple[Tensor, Tensor]:
         return record.flatten()[0], record.flatten()[1]
     if isinstance(record, (tuple, list)):
         loss_sum, num_tokens = record
-        return torch.as_tensor(loss_sum), torch.as_tensor(num_tokens, device=loss_sum.device)
+        if not isinstance(num_tokens, Tensor):  # filled there: a copy would be waited for
+            num_tokens = torch.full((), num_tokens, device=loss_sum.device)
+        return loss_sum, num_tokens
     mean = torch.as_tensor(record)
     return mean, torch.ones_like(mean)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 
 import torch
 
@@ -41,6 +41,10 @@ class TokenBudgetCalculator(NumMicroBatchesCalculator):
     def global_batch_size_at(self, consumed_samples: int) -> int:  # noqa: ARG002  (constant)
         """Conversations of an optimizer step."""
         return self._global_batch_size
+
+    def global_batch_sizes(self) -> Sequence[int]:
+        """The one."""
+        return (self._global_batch_size,)
 
 
 class TokenBudgetLoader:

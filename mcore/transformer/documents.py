@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mcore.device import send
+
 
 @dataclass(frozen=True, slots=True)
 class PackedDocuments:
@@ -35,9 +37,9 @@ class PackedDocuments:
         """The same on a device."""
         return replace(
             self,
-            document=self.document.to(device, non_blocking=True),
-            rows=tuple(rows.to(device, non_blocking=True) for rows in self.rows),
-            chosen=self.chosen.to(device, non_blocking=True),
+            document=send(self.document, device),
+            rows=tuple(send(rows, device) for rows in self.rows),
+            chosen=send(self.chosen, device),
         )
 
     def hidden(self) -> Tensor:

@@ -3,25 +3,32 @@
 import itertools
 import json
 import random
+import re
 import time
 
 import pytest
 
 from mcore import parallel_state
+from mcore.checkpoint import read_tensors
+from mcore.topology.context import ParallelContext
 from mcore.training.pretrain import Providers
+from mcore.training.setup import report_parameters
 from pretrain_gpt import datasets_provider, forward_step, model_provider
 from tests.equivalence.program import (
     SINGLE,
     Layout,
     largest_difference,
     largest_relative_difference,
+    series,
     train,
+    train_and_inspect,
 )
 from tests.equivalence.test_golden import (
     LAYOUT_TOLERANCE,
     Family,
     assert_equals_reference,
 )
+from tests.equivalence.tiny import command as tiny_command
 
 full = pytest.mark.full
 
@@ -244,7 +251,7 @@ def test_a_profile_shows_what_happened_beside_what_was_predicted(families, tmp_p
     content = json.loads(trace.read_text())
     figures = content["otherData"]
     assert 0 < figures["bubble_measured"] < 1
-    # m = 4, p = 2: (p - 1) / (3 m + p - 1) at equal costs; real costs are no worse than twice that.
+    # m = 4, p = 2: (p - 1) / (3 m + p - 1) at equal costs; the head makes rank 1 slower.
     assert 0 < figures["bubble_predicted"] < 0.3
     assert figures["step_seconds_predicted"] <= figures["step_seconds_measured"] * 1.5
     spans = [event for event in content["traceEvents"] if event["ph"] == "X"]
@@ -254,3 +261,67 @@ def test_a_profile_shows_what_happened_beside_what_was_predicted(families, tmp_p
     for rank in (0, 1):
         ends = [(e["ts"], e["ts"] + e["dur"]) for e in spans if e["pid"] == rank]
         assert all(end <= start + 1 for (_, end), (start, _) in itertools.pairwise(sorted(ends)))
+
+
+def held_parameters(state):
+    """Parameters of this rank that count: those that are updated, and those that are reported."""
+    parts = [item.part for item in state.optimizer.params]
+    updated = sum(part.sharding.owned_numel(part.run.shape) for part in parts)
+    return updated, report_parameters(state.chunks, ParallelContext.single())
+
+
+#: Splits of a model of five layers: layout, flags of the split and flags of the model.
+SPLITS = {
+    "ends": (Layout(pp=2), "--decoder-first-pipeline-num-layers 2", ""),
+    "loss": (
+        Layout(pp=2),
+        "--account-for-loss-in-pipeline-split",
+        "--untie-embeddings-and-output-weights",
+    ),
+    "layout": (Layout(pp=2), "--pipeline-model-parallel-layout Et|ttt|t|L", ""),
+    "auto": (
+        Layout(pp=2, tp=2, sp=True),
+        "--pipeline-model-parallel-layout auto",
+        "--vocab-size 102",
+    ),
+    "zb-v": (
+        Layout(pp=2),
+        "--pipeline-schedule zb-v --decoder-first-pipeline-num-layers 2",
+        "",
+    ),
+}
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    "case", [name if name == "layout" else pytest.param(name, marks=full) for name in SPLITS]
+)
+def test_parameters_trained_are_those_reported_and_those_saved(corpus, tmp_path, case):
+    layout, split, model = SPLITS[case]
+    words = tiny_command(corpus, 2, "--num-layers 5", model)
+    ((_, whole),) = train_and_inspect(words, SINGLE, held_parameters)
+    saving = [*words, *split.split(), "--save", str(tmp_path), "--save-interval", "2"]
+    ranks = train_and_inspect(saving, layout, held_parameters)
+    updated, reported = (sum(numbers) for numbers in zip(*ranks, strict=True))
+    saved = {k: x for k, x in read_tensors(tmp_path).items() if k.startswith("model.")}
+    assert updated == reported == sum(x.numel() for x in saved.values()) == whole
+    numbers = {int(found[1]) for key in saved if (found := re.search(r"\.layers\.(\d+)\.", key))}
+    assert numbers == set(range(5))
+
+
+@pytest.mark.full
+@pytest.mark.dist
+@pytest.mark.parametrize("case", ["1f1b", "zb-v"])
+def test_a_growing_batch_is_that_of_one_process(corpus, case):
+    """4, then 8, then 12 samples a step: other microbatches, and so another plan, each time."""
+    words = tiny_command(corpus, 2, "--train-samples 60 --rampup-batch-size 4 4 24")
+    at = words.index("--train-iters")
+    del words[at : at + 2]
+    words[words.index("--global-batch-size") + 1] = "12"
+    at = words.index("--lr-warmup-iters")
+    words[at : at + 2] = ["--lr-warmup-samples", "8"]
+    flags = ODD[case][1] or "--pipeline-schedule 1f1b"
+    got = train([*words, *flags.split()], Layout(pp=2))
+    wanted = train(words, SINGLE)
+    assert series(got, "global_batch_size") == [4, 4, 4, 8, 8, 12, 12]
+    assert largest_difference(got, wanted) <= LAYOUT_TOLERANCE

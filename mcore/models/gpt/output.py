@@ -84,6 +84,9 @@ class OutputLayer(ColumnParallelLinear):
                 ),
                 sequence_parallel=self.sequence_parallel,
                 gradient_accumulation_fusion=self.gradient_accumulation_fusion,
+                # Who asked for the fusion wants its least number of products; who gets it for the
+                # size of the logits is promised that a split backward is split.
+                weight_gradients=None if self.always_fuses else self.weight_gradients,
             )
             return loss, None
         logits, _ = super().forward(input_, weight)

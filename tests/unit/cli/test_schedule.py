@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -81,6 +83,21 @@ def test_files(capsys, tmp_path):
         run(capsys, "--schedule", f"file:{bad}")
 
 
+def test_no_action_vanishes_from_the_table(capsys):
+    sizes = ["--pp", "2", "--microbatches", "2"]
+    for costs in (["--cost-comm", "0.5"], ["--cost-w", "0"], ["--cost-f", "0.3", "--cost-b", "2"]):
+        out = run(capsys, *sizes, *costs)
+        for action in ("F0.0", "F0.1", "B0.0", "B0.1"):
+            assert len(re.findall(rf"rank \d .*{action}", out)) == 2
+
+
+def test_the_picture_of_the_page_is_the_one_that_is_drawn(capsys, tmp_path):
+    drawn = tmp_path / "schedules.svg"
+    run(capsys, "--pp", "4", "--microbatches", "8", "--compare", "--plot", str(drawn))
+    shown = Path(__file__).parents[3] / "docs" / "pictures" / "schedules.svg"
+    assert drawn.read_text() == shown.read_text()
+
+
 @pytest.mark.parametrize("options", [["--schedule", "zb-v"], ["--compare"]])
 def test_pictures(capsys, tmp_path, options):
     sizes = ["--pp", "4", "--microbatches", "8"]
@@ -107,5 +124,12 @@ def test_what_does_not_fit(capsys, tmp_path):
         run(capsys, *sizes, "--schedule", "magic")
     with pytest.raises(ConfigError, match="missing: --pp, --microbatches"):
         run(capsys)
+    with pytest.raises(ConfigError, match="--compare shows every schedule: drop --schedule zb-h1"):
+        run(capsys, *sizes, "--compare", "--schedule", "zb-h1")
+    for cost in (["--cost-f", "0"], ["--cost-w", "-1"], ["--cost-comm", "nan"]):
+        with pytest.raises(ConfigError, match="costs are times|must take some time"):
+            run(capsys, *sizes, *cost)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        run(capsys, "--schedule", f"file:{tmp_path}/none.csv")
     with pytest.raises(ConfigError, match=r"--plot writes \.svg and \.png"):
         run(capsys, *sizes, "--plot", str(tmp_path / "a.gif"))

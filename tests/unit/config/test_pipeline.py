@@ -5,10 +5,19 @@ from __future__ import annotations
 import pytest
 
 from mcore.config.checks import check
+from mcore.config.run import microbatch_counts
 from mcore.errors import ConfigError, McoreError
 from mcore.pipeline_parallel import Schedule, default_schedule
 from mcore.training.arguments import build_config, parse
-from mcore.training.pipeline_plan import plan_pipeline, plan_split, prove_pipeline, relative_costs
+from mcore.training.initialize import Launch
+from mcore.training.pipeline_plan import (
+    options_without_effect,
+    plan_pipeline,
+    plan_split,
+    prove_pipeline,
+    relative_costs,
+)
+from mcore.training.prepare import prepare
 
 BASE = (
     "--hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1 "
@@ -18,15 +27,19 @@ BASE = (
 
 
 def config_of(pp, layers, flags):
-    words = f"{BASE} --pipeline-model-parallel-size {pp} --num-layers {layers} {flags}".split()
-    return build_config(parse(words))
+    return build_config(parse(words_of(pp, layers, flags)))
+
+
+def words_of(pp, layers, flags):
+    base = BASE.replace("--train-iters 1", "") if "--train-samples" in flags else BASE
+    return f"{base} --pipeline-model-parallel-size {pp} --num-layers {layers} {flags}".split()
 
 
 def plan(pp, layers, flags=""):
     config = config_of(pp, layers, flags)
     check(config, pp)
     chosen = plan_pipeline(config)
-    prove_pipeline(chosen, 8)
+    prove_pipeline(chosen, [8])
     return chosen, plan_split(config, chosen)
 
 
@@ -106,7 +119,67 @@ def test_a_file_is_checked_first(tmp_path):
     with pytest.raises(ConfigError, match=r"mine\.csv is a schedule for 2 microbatches, and 8"):
         plan(2, 4, flags)
     config = config_of(2, 4, flags)
-    prove_pipeline(plan_pipeline(config), 2)
+    prove_pipeline(plan_pipeline(config), [2])
     path.write_text("F0.0,B0.0,F0.1,B0.1\nF0.0,F0.1,B0.0,B0.1\n")
     with pytest.raises(McoreError, match=r"rank 0, action B0\.0: deadlock"):
-        prove_pipeline(plan_pipeline(config), 2)
+        prove_pipeline(plan_pipeline(config), [2])
+
+
+def test_every_number_of_microbatches_of_the_run_is_proved(tmp_path):
+    path = tmp_path / "mine.csv"
+    path.write_text("F0.0,F0.1,B0.0,B0.1\nF0.0,B0.0,F0.1,B0.1\n")
+    flags = f"--pipeline-schedule file:{path} --global-batch-size 2 --eval-iters 0"
+    assert microbatch_counts(config_of(2, 4, flags), 2) == {2}
+    prepare_at(2, flags)
+    samples = "--train-samples 90"
+    for more, counts in (
+        ("--eval-global-batch-size 4", {2, 4}),
+        (f"--rampup-batch-size 2 2 24 --global-batch-size 6 {samples}", {2, 4, 6}),
+        (f"--step-batch-size-schedule 0:2,192:8 {samples}", {2, 8}),
+    ):
+        assert microbatch_counts(config_of(2, 4, f"{flags} {more}"), 2) == counts
+        listed = ", ".join(map(str, sorted(counts)))
+        message = rf"mine\.csv is for 2 microbatches, and .* have {listed} .*: use a schedule by"
+        with pytest.raises(ConfigError, match=message):
+            prepare_at(2, f"{flags} {more}")
+    with pytest.raises(ConfigError, match="every step has its own: use a schedule by name"):
+        prepare_at(2, f"{flags} --sft --max-tokens-per-microbatch 64")
+
+
+def prepare_at(pp, flags):
+    return prepare(parse(words_of(pp, 4, flags)), Launch(0, pp, 0))
+
+
+@pytest.mark.parametrize(
+    ("flags", "ignored"),
+    [
+        ("", ()),
+        ("--pipeline-schedule zb-v", ("--pipeline-schedule",)),
+        ("--pipeline-schedule interleaved-1f1b", ("--pipeline-schedule",)),
+        ("--max-in-flight-microbatches 2", ("--max-in-flight-microbatches",)),
+        (
+            "--microbatch-group-size-per-virtual-pipeline-stage 2",
+            ("--microbatch-group-size-per-virtual-pipeline-stage",),
+        ),
+        ("--profile-pipeline trace.json", ("--profile-pipeline",)),
+    ],
+)
+def test_what_means_nothing_on_one_rank_is_told(flags, ignored):
+    config = config_of(1, 4, flags)
+    assert plan_pipeline(config).schedule == default_schedule(1)
+    assert options_without_effect(config) == ignored
+    if "group-size" not in flags and "interleaved" not in flags:
+        assert options_without_effect(config_of(2, 4, flags)) == ()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--pipeline-schedule nonsense", "unknown schedule 'nonsense'"),
+        ("--pipeline-schedule file:/nowhere", "cannot be read"),
+        ("--pipeline-schedule gpipe --max-in-flight-microbatches 2", "belongs to schedule bounded"),
+    ],
+)
+def test_what_does_not_exist_is_refused_on_one_rank_too(flags, message):
+    with pytest.raises(ConfigError, match=message):
+        plan_pipeline(config_of(1, 4, flags))

@@ -8,9 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from mcore.errors import ConfigError, ScheduleError, ShapeError
+from mcore.errors import ConfigError, LostPeerError, ScheduleError, ShapeError
 from mcore.pipeline_parallel import (
     P2PCommunicator,
     ScheduleHooks,
@@ -293,6 +294,37 @@ def test_a_tensor_of_another_shape_or_dtype_is_not_sent(wrong):
     message = Message(parse_action("F0.0"), 0, parse_action("F0.0"), 1)
     with pytest.raises(ShapeError, match=r"between stages travels a tensor: \[3, 2, 4\] float64"):
         p2p.post(Batch(sends=(message,)), {message: (wrong,)})
+
+
+class Work:
+    def __init__(self, error=None):
+        self.error = error
+
+    def wait(self):
+        if self.error is not None:
+            raise RuntimeError(self.error)
+
+
+@pytest.mark.parametrize(
+    ("works", "named", "unnamed"),
+    [
+        ([Work(), Work("Connection closed by peer. x")], "F0.1 .* from pipeline rank 0", "rank 2"),
+        ([Work("Timed out"), Work()], "the receipt of F0.0 .* by pipeline rank 2", "rank 0 "),
+        ([Work("NCCL error")], "by pipeline rank 2 .* or F0.1 .* from pipeline rank 0", "never"),
+    ],
+    ids=["receive", "send", "one-work-for-all"],
+)
+def test_a_lost_peer_is_the_one_whose_message_failed(monkeypatch, works, named, unnamed):
+    monkeypatch.setattr(dist, "P2POp", lambda *arguments: arguments)
+    monkeypatch.setattr(dist, "batch_isend_irecv", lambda operations: works)  # noqa: ARG005
+    group = Group("pp", (4, 5, 6), 1, object())
+    p2p = P2PCommunicator(group, [TensorSpec((2,), torch.float32)], torch.device("cpu"))
+    sent = Message(parse_action("F0.0"), 1, parse_action("F0.0"), 2)
+    awaited = Message(parse_action("F0.1"), 0, parse_action("F0.1"), 1)
+    p2p.post(Batch((sent,), (awaited,)), {sent: (torch.zeros(2),)})
+    with pytest.raises(LostPeerError, match=named) as caught:
+        p2p.receive(awaited)
+    assert unnamed not in str(caught.value)
 
 
 def test_megatrons_callables_become_hooks():

@@ -9,6 +9,8 @@ import pytest
 
 from mcore.errors import ConfigError
 from mcore.pipeline_parallel.actions import Kind, format_plan
+from mcore.pipeline_parallel.costs import Costs
+from mcore.pipeline_parallel.pipeline import build_pipeline
 from mcore.pipeline_parallel.plans import (
     interleaved_order,
     plan_1f1b,
@@ -17,7 +19,8 @@ from mcore.pipeline_parallel.plans import (
     plan_interleaved,
     plan_no_pipelining,
 )
-from mcore.pipeline_parallel.simulate import Costs, simulate
+from mcore.pipeline_parallel.schedule import Schedule
+from mcore.pipeline_parallel.simulate import simulate
 from mcore.pipeline_parallel.zero_bubble import plan_zb_h1, plan_zb_v
 from mcore.topology.placement import StagePlacement
 
@@ -78,12 +81,14 @@ def test_warmup_formulas():
                     assert leading == min(warmup + 1, m * v)
 
 
-def test_every_size_is_proved():
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_every_size_is_proved(every):
     """pp <= 8, m <= 16, v <= 4: no deadlock, each action once, the papers' peaks and bubbles."""
+    some = (1, 2, 3, 5, 6, 7, 8, 9, 12, 13, 16)
     for pp in range(1, 9):
         for v in range(1, 5):
             placement = StagePlacement.usual(pp, v)
-            for m in range(1, 17) if v < 3 else (1, 2, 3, 5, 6, 7, 8, 9, 12, 13, 16):
+            for m in range(1, 17) if v < 3 or every else some:
                 plans = [plan_interleaved(pp, rank, m, v) for rank in range(pp)]
                 result = simulate(plans, placement)
                 assert all(len(plan) == len(set(plan)) == 2 * m * v for plan in plans)
@@ -121,7 +126,8 @@ def test_sizes_of_the_other_schedules_are_proved(every):
                     assert time == 3 * pp * m
                 elif most == pp:
                     assert plans == [plan_1f1b(pp, rank, m) for rank in range(pp)]
-            time, peaks = times([plan_zb_h1(pp, rank, m) for rank in range(pp)], usual)
+            zb_h1 = [plan_zb_h1(pp, rank, m) for rank in range(pp)]
+            time, peaks = times(zb_h1, usual)
             assert time == max(3 * m + pp - 1, 2 * (m + pp) - 1)
             assert max(peaks) <= min(pp, m)
             time, peaks = times([plan_zb_v(pp, rank, m) for rank in range(pp)], v)
@@ -148,11 +154,58 @@ def test_ranks_of_zb_v_wait_only_before_their_first_and_after_their_last_action(
             assert max(gaps) == 0
 
 
+@pytest.mark.parametrize("f", [1, 3])
+@pytest.mark.parametrize(("b", "w"), [(1, 1), (2, 1), (3, 2), (2, 3), (5, 1)])
+def test_the_idle_time_of_zb_h1_is_that_of_the_page(f, b, w):
+    """(p - 1) max(f + b - w, f, b) for m >= p; none of it is due to the order of messages."""
+    for pp in (1, 2, 3, 5):
+        for m in (pp, pp + 1, 3 * pp):
+            plans = [plan_zb_h1(pp, rank, m) for rank in range(pp)]
+            time, _ = times(plans, StagePlacement.usual(pp), forward=f, backward=b, weight=w)
+            assert time == m * (f + b + w) + (pp - 1) * max(f + b - w, f, b)
+
+
 @pytest.mark.parametrize("group", [4, 5, 6, 9])
 def test_larger_groups_are_proved(group):
     for m in range(1, 20):
         plans = [plan_interleaved(4, rank, m, 3, group) for rank in range(4)]
         simulate(plans, StagePlacement.usual(4, 3))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("pp", range(2, 9))
+def test_every_larger_group_is_proved(pp):
+    for v in (2, 3, 4):
+        for group in (pp + 1, pp + 3, 2 * pp, 17):
+            for m in range(1, 17):
+                plans = [plan_interleaved(pp, rank, m, v, group) for rank in range(pp)]
+                simulate(plans, StagePlacement.usual(pp, v))
+
+
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_evaluations_are_proved(every):
+    """Each microbatch goes through; nothing is held; all ranks work once the first has come."""
+    for pp in range(1, 9) if every else (1, 2, 3, 5, 8):
+        for m in range(1, 17) if every else {1, pp, pp + 1, 2 * pp - 1}:
+            for schedule in evaluated(pp):
+                pipeline = build_pipeline(schedule, pp, m, forward_only=True)
+                v = schedule.num_chunks
+                assert all(len(set(plan)) == len(plan) == m * v for plan in pipeline.plans)
+                result = simulate(pipeline.plans, pipeline.placement, programs=pipeline.programs)
+                assert set(result.peak_in_flight) == {1}
+                if v == 1:
+                    assert result.step_time == m + pp - 1
+                else:
+                    assert m * v + pp - 1 <= result.step_time <= (m + pp) * v + pp
+
+
+def evaluated(pp):
+    yield Schedule(name="zb-v", num_chunks=2)
+    yield Schedule(name="zb-h1")
+    if pp > 1:
+        yield from (Schedule(name="interleaved-1f1b", num_chunks=v) for v in (2, 3, 4))
+        yield Schedule(name="bounded", max_in_flight=2)
+        yield Schedule(name="gpipe")
 
 
 @pytest.mark.parametrize(

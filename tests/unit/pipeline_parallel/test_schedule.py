@@ -56,6 +56,22 @@ def test_a_file_that_hangs_is_refused_with_rank_action_and_reason():
 
 
 @pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("F0.0 F0.1\nF0.0 F0.1", r"rank 0, action B0\.0: it is missing"),
+        ("F0.0 B0.0 W0.0 F0.1\nF0.0 F0.1 B0.0", r"rank 0, action B0\.1: it is missing"),
+        ("F0.0 W0.0\nF0.0 W0.0", r"rank 0, action B0\.0: it is missing"),
+    ],
+)
+@pytest.mark.parametrize("forward_only", [False, True])
+def test_a_file_without_every_backward_is_refused(text, message, forward_only):
+    custom = parse_schedule(text, "a.csv")
+    m = custom.num_microbatches
+    with pytest.raises(ScheduleError, match=message):
+        build_pipeline(Schedule(name="custom", custom=custom), 2, m, forward_only)
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"name": "zb"}, "unknown schedule 'zb'; use one of no-pipelining, gpipe"),

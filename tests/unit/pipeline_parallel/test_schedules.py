@@ -13,6 +13,7 @@ from mcore.pipeline_parallel import (
     forward_backward_pipelining_without_interleaving,
     get_forward_backward_func,
 )
+from mcore.pipeline_parallel.communication import SENDS_UNDER_WAY
 from mcore.testing import run_distributed
 from tests.unit.pipeline_parallel.tiny_stages import (
     peak_of_saved_tensors,
@@ -76,12 +77,19 @@ def test_every_microbatch_count_equals_one_process(pp, schedule):
 )
 def test_memory_is_that_of_the_microbatches_in_flight(schedule, in_flight):
     counts = [1, 4, 8, 12]
-    by_rank = run_distributed(peak_of_saved_tensors, 4, 4, schedule, counts, timeout=60)
+    by_rank = run_distributed(peak_of_saved_tensors, 4, 4, schedule, counts, False, timeout=60)
     for rank, peaks in enumerate(by_rank):
         one = peaks[0][0]
         assert one > 0
         assert [saved for saved, _ in peaks] == [one * in_flight(rank, m) for m in counts]
-        assert [outputs for _, outputs in peaks] == [0] * len(counts)
+        assert max(outputs for _, outputs in peaks) <= SENDS_UNDER_WAY
+
+
+@pytest.mark.dist
+def test_an_evaluation_holds_no_output_that_was_sent():
+    schedule = Schedule(name="1f1b")
+    by_rank = run_distributed(peak_of_saved_tensors, 2, 2, schedule, [9], True, timeout=60)
+    assert all(outputs <= SENDS_UNDER_WAY for ((_, outputs),) in by_rank)
 
 
 @pytest.mark.dist

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from mcore.errors import ScheduleError
+from mcore.errors import ConfigError, ScheduleError
 from mcore.pipeline_parallel.actions import parse_action, parse_plans
 from mcore.pipeline_parallel.communication import Batch, plan_communication
+from mcore.pipeline_parallel.costs import Costs
 from mcore.pipeline_parallel.messages import Message
-from mcore.pipeline_parallel.plans import plan_1f1b, plan_interleaved
-from mcore.pipeline_parallel.simulate import Costs, simulate
+from mcore.pipeline_parallel.pipeline import build_pipeline
+from mcore.pipeline_parallel.plans import forward_part, plan_1f1b, plan_interleaved
+from mcore.pipeline_parallel.schedule import Schedule
+from mcore.pipeline_parallel.simulate import simulate
 from mcore.pipeline_parallel.timetable import format_timetable
 from mcore.topology.placement import Location, StagePlacement
 
@@ -121,6 +124,62 @@ def test_a_pair_of_ranks_matches_by_order():
     )
     with pytest.raises(ScheduleError, match=expected):
         simulate(plans, TWO, programs=programs)
+
+
+def test_a_rank_that_only_sends_does_not_run_ahead():
+    """Rank 0 of an evaluation goes on when all but two of its outputs have been asked for."""
+    plans = [forward_part(plan_1f1b(2, rank, 8)) for rank in range(2)]
+    slow = {(1, 0): Costs(forward=10)}
+    first, second = simulate(plans, TWO, Costs(), own_costs=slow).spans
+    asked = [0, *(span.start for span in second)]  # one action before the microbatch is used
+    starts = [span.start for span in first]
+    assert starts == [0, 1, 2, *(max(asked[k], k + 3) for k in range(5))]
+
+
+def test_each_chunk_of_a_rank_may_cost_something_else():
+    placement = StagePlacement.usual(2, 2)
+    plans = [plan_interleaved(2, rank, 2, 2) for rank in range(2)]
+    own = {(rank, chunk): Costs(1 + rank, 2 + chunk, 4) for rank in (0, 1) for chunk in (0, 1)}
+    result = simulate(plans, placement, own_costs=own)
+    for rank, spans in enumerate(result.spans):
+        for span in spans:
+            kind, chunk = str(span.action)[0], span.action.chunk
+            wanted = 1 + rank if kind == "F" else 6 + chunk
+            assert span.end - span.start == wanted
+
+
+@pytest.mark.parametrize(
+    "costs",
+    [(-1, 1, 1, 0), (1, float("nan"), 1, 0), (1, 1, 1, float("inf")), (0, 1, 1, 0), (1, 0, 0, 0)],
+)
+def test_costs_that_are_no_times_are_refused(costs):
+    with pytest.raises(ConfigError, match="costs are times|must take some time"):
+        Costs(*costs)
+
+
+SCHEDULES = [
+    Schedule(name="gpipe"),
+    Schedule(name="1f1b"),
+    Schedule(name="interleaved-1f1b", num_chunks=2),
+    Schedule(name="bounded", max_in_flight=2),
+    Schedule(name="zb-h1"),
+    Schedule(name="zb-v", num_chunks=2),
+]
+ODD_COSTS = [
+    *(Costs(communication=0.5), Costs(1, 1.1, 0.7, 0.3), Costs(0.3, 0.1, 0.2), Costs(1, 1, 0)),
+    *(Costs(3, 0.7, 1.9, 0.05), Costs(1e-3, 2e-3, 1.5e-3, 1e-4), Costs(7, 3, 2)),
+]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule.name)
+@pytest.mark.parametrize("costs", ODD_COSTS, ids=str)
+def test_every_action_stands_in_the_table_in_order(schedule, costs):
+    for pp, m in ((2, 2), (3, 5), (4, 8)):
+        pipeline = build_pipeline(schedule, pp, m)
+        result = simulate(pipeline.plans, pipeline.placement, costs, pipeline.programs)
+        rows = [line.split()[2:] for line in format_timetable(result).splitlines()]
+        shown = [[cell for cell in row if cell[0] not in ".-"] for row in rows]
+        assert shown == [list(map(str, plan)) for plan in pipeline.plans]
 
 
 def test_a_send_without_a_receive_is_a_deadlock():

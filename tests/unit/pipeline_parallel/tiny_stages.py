@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from mcore import parallel_state
 from mcore.config.parallel import ModelParallelConfig
@@ -257,15 +258,17 @@ def reference_two_tensors(num_stages: int, m: int, fixed: bool) -> list[dict[str
     return [gradients(stage) for stage in stages]
 
 
-def peak_of_saved_tensors(pp: int, schedule: Schedule, counts: list[int]) -> list[tuple[int, int]]:
+def peak_of_saved_tensors(
+    pp: int, schedule: Schedule, counts: list[int], forward_only: bool
+) -> list[tuple[int, int]]:
     """On one of pp ranks, for each m: the most tensors saved for backward, and outputs kept."""
     ctx = parallel_state.initialize_model_parallel(1, pp)
-    return [_peaks(ctx.pp.rank, pp, schedule, m) for m in counts]
+    return [_peaks(ctx.pp.rank, pp, schedule, m, forward_only) for m in counts]
 
 
-def _peaks(rank: int, pp: int, schedule: Schedule, m: int) -> tuple[int, int]:
+def _peaks(rank: int, pp: int, schedule: Schedule, m: int, forward_only: bool) -> tuple[int, int]:
     live: weakref.WeakSet[Any] = weakref.WeakSet()
-    outputs: list[weakref.ref[Tensor]] = []
+    outputs: list[StorageWeakRef] = []  # the memory: what is sent is another tensor over it
     peaks = [0, 0]
 
     class Box:
@@ -279,10 +282,10 @@ def _peaks(rank: int, pp: int, schedule: Schedule, m: int) -> tuple[int, int]:
         return box
 
     def forward_step(iterator, model):
-        peaks[1] = max(peaks[1], sum(output() is not None for output in outputs))
+        peaks[1] = max(peaks[1], sum(not output.expired() for output in outputs))
         tokens, mask = next(iterator)
         output = model(tokens)
-        outputs.append(weakref.ref(output))
+        outputs.append(StorageWeakRef(output.untyped_storage()))
         return output, lambda losses: sum_loss(losses, mask)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda box: box.tensor):
@@ -294,6 +297,7 @@ def _peaks(rank: int, pp: int, schedule: Schedule, m: int) -> tuple[int, int]:
             seq_length=SEQ,
             micro_batch_size=BATCH,
             tensor_shape=SHAPE,
+            forward_only=forward_only,
         )
     assert not live
     return peaks[0], peaks[1]

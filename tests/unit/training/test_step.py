@@ -3,6 +3,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from mcore.device import HostRead
 from mcore.training.setup import UnsettledUpdate
 from mcore.training.step import read_record, settle
 
@@ -31,10 +32,9 @@ class Schedule:
 
 
 def test_the_schedule_follows_updates_that_were_made():
-    scaler = SimpleNamespace(is_stuck=lambda: False)
     state = SimpleNamespace(
         scheduler=Schedule(),
-        optimizer=SimpleNamespace(grad_scaler=scaler, config=SimpleNamespace(fp16=False)),
+        optimizer=SimpleNamespace(config=SimpleNamespace(fp16=False)),
         skipped_iterations=0,
         skipped_train_samples=0,
         iteration=1,
@@ -42,7 +42,8 @@ def test_the_schedule_follows_updates_that_were_made():
     )
     settle(state)
     for applied in (True, False, True):
-        state.unsettled = UnsettledUpdate(torch.tensor(applied), 8, torch.tensor(1.0))
+        numbers = (torch.tensor(x) for x in (applied, 1.0, 2.0, False))
+        state.unsettled = UnsettledUpdate(HostRead(*numbers), 8)
         settle(state)
         settle(state)  # each update is settled once
     assert state.scheduler.steps == [8, 8]
