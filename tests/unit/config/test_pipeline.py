@@ -32,6 +32,8 @@ def config_of(pp, layers, flags):
 
 def words_of(pp, layers, flags):
     base = BASE.replace("--train-iters 1", "") if "--train-samples" in flags else BASE
+    if "--step-batch-size-schedule" in flags:
+        base = base.replace("--global-batch-size 8", "")
     return f"{base} --pipeline-model-parallel-size {pp} --num-layers {layers} {flags}".split()
 
 
@@ -128,12 +130,13 @@ def test_a_file_is_checked_first(tmp_path):
 def test_every_number_of_microbatches_of_the_run_is_proved(tmp_path):
     path = tmp_path / "mine.csv"
     path.write_text("F0.0,F0.1,B0.0,B0.1\nF0.0,B0.0,F0.1,B0.1\n")
-    flags = f"--pipeline-schedule file:{path} --global-batch-size 2 --eval-iters 0"
-    assert microbatch_counts(config_of(2, 4, flags), 2) == {2}
-    prepare_at(2, flags)
+    flags = f"--pipeline-schedule file:{path} --eval-iters 0"
+    fitting = f"{flags} --global-batch-size 2"
+    assert microbatch_counts(config_of(2, 4, fitting), 2) == {2}
+    prepare_at(2, fitting)
     samples = "--train-samples 90"
     for more, counts in (
-        ("--eval-global-batch-size 4", {2, 4}),
+        ("--global-batch-size 2 --eval-global-batch-size 4", {2, 4}),
         (f"--rampup-batch-size 2 2 24 --global-batch-size 6 {samples}", {2, 4, 6}),
         (f"--step-batch-size-schedule 0:2,192:8 {samples}", {2, 8}),
     ):
