@@ -15,11 +15,11 @@ from mcore.pipeline_parallel import (
     Schedule,
     Simulation,
     build_pipeline,
-    read_schedule,
     simulate,
 )
 from mcore.pipeline_parallel.actions import format_plan
 from mcore.pipeline_parallel.timetable import format_timetable
+from mcore.training.pipeline_plan import read_schedule
 
 _NAMES = ("gpipe", "1f1b", "interleaved-1f1b", "bounded", "zb-h1", "zb-v")
 #: Chunks a rank where --vpp is not given.

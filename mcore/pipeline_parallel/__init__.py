@@ -19,7 +19,6 @@ from mcore.pipeline_parallel.schedule import (
     ScheduleName,
     default_schedule,
     parse_schedule,
-    read_schedule,
 )
 from mcore.pipeline_parallel.schedules import (
     forward_backward_no_pipelining,
@@ -67,7 +66,6 @@ __all__ = [
     "plan_no_pipelining",
     "plan_zb_h1",
     "plan_zb_v",
-    "read_schedule",
     "simulate",
     "split_layers",
     "stage_layers",

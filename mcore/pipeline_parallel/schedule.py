@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal, TypeAlias, get_args
 
 from mcore.errors import ConfigError, ScheduleError
@@ -75,20 +74,6 @@ def parse_schedule(text: str, source: str) -> CustomPlans:
     except ScheduleError as error:
         raise ScheduleError(f"{source}: {error}") from error
     return CustomPlans(plans, is_v, source)
-
-
-def read_schedule(path: str) -> CustomPlans:
-    """Read a file of actions, see `parse_schedule`.
-
-    Raises:
-        ConfigError: it cannot be read, or is no text.
-        ScheduleError: it is no schedule.
-    """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"schedule file:{path} cannot be read: {error}") from error
-    return parse_schedule(text, path)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

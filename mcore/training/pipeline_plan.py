@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from mcore.config.run import RunConfig
 from mcore.errors import ConfigError
-from mcore.pipeline_parallel import Schedule, build_pipeline, default_schedule, read_schedule
+from mcore.pipeline_parallel import (
+    CustomPlans,
+    Schedule,
+    build_pipeline,
+    default_schedule,
+    parse_schedule,
+)
 from mcore.topology.placement import StagePlacement
 
 
@@ -97,6 +104,20 @@ def relative_costs(config: RunConfig) -> tuple[float, float]:
     layer = 2 * weights + 2 * s * model.num_attention_heads * model.head_dim
     vocabulary = config.tokenizer.vocab_size or 0
     return 2 * h / layer, (2 * h + 5) * vocabulary / layer
+
+
+def read_schedule(path: str) -> CustomPlans:
+    """Read a file of actions, see `parse_schedule`.
+
+    Raises:
+        ConfigError: it cannot be read, or is no text.
+        ScheduleError: it is no schedule.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"schedule file:{path} cannot be read: {error}") from error
+    return parse_schedule(text, path)
 
 
 def options_without_effect(config: RunConfig) -> tuple[str, ...]:
