@@ -84,7 +84,7 @@ def test_a_rank_of_four_is_killed_and_torchrun_starts_again(corpus, tmp_path):
     job.wait_until(lambda: job.iteration >= 8 and len(job.pids) == 4)
     os.kill(job.pids[2], signal.SIGKILL)
     assert job.wait() == 0, job.output.read_text()
-    assert re.search(r"error: rank \d: .*rank 2", job.output.read_text())
+    assert re.search(r"error: rank \d: .*(rank 2|one of ranks \[.*2)", job.output.read_text())
     assert "loaded checkpoint" in job.output.read_text()
     assert_same_end(job, words, layout, 40)
 
@@ -121,7 +121,7 @@ def test_killed_between_a_rollback_and_the_next_save(tmp_path):
         "--loss-spike-policy rollback --loss-spike-window 4 --loss-spike-min-samples 4 "
         "--loss-spike-threshold 3 --grad-norm-spike-min-factor 2 --save-interval 8"
     )
-    words = command(poisoned, 20, DROPOUT, limits)
+    words = command(poisoned, 12, DROPOUT, "--attention-dropout 0.1", limits)
     program = tmp_path / "program.py"
     program.write_text(KILLED_AFTER_A_ROLLBACK)
     job = Job(tmp_path, [*words, *layout.flags], 2, ["--max-restarts", "1"], program).start()
@@ -132,7 +132,7 @@ def test_killed_between_a_rollback_and_the_next_save(tmp_path):
     assert [(e["iteration"], e["checkpoint"], e["passed_over"]) for e in returns] == [
         (11, 8, [9, 11])
     ] * 2
-    assert_same_end(job, words, layout, 20)
+    assert_same_end(job, words, layout, 12)
 
 
 @pytest.mark.full
