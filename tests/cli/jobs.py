@@ -84,23 +84,31 @@ class Job:
         path = self.folder / "r.jsonl"
         return path.read_text().count('"lm_loss"') if path.exists() else 0
 
-    def wait_until(self, condition):
-        end = time.monotonic() + LIMIT_SECONDS
-        while not condition():
-            assert self.process.poll() is None, self.output.read_text()
-            assert time.monotonic() < end, self.output.read_text()
-            time.sleep(0.005)
+    def wait_until(self, condition, seconds=LIMIT_SECONDS, tick=0.005):
+        """Wait for something to happen; a job in which it does not is killed."""
+        end = time.monotonic() + seconds
+        try:
+            while not condition():
+                assert self.process.poll() is None, self.output.read_text()
+                assert time.monotonic() < end, self.output.read_text()
+                time.sleep(tick)
+        except BaseException:
+            self.kill()
+            raise
 
     def wait(self, seconds=LIMIT_SECONDS):
         """Wait for the end; no process of the job may be left then. Returns the exit code."""
         try:
             code = self.process.wait(seconds)
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
+            self.kill()
         left = [pid for pid in self.pids if is_alive(pid)]
         assert left == [], self.output.read_text()
         return code
+
+    def kill(self):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
 
 
 def is_alive(pid):

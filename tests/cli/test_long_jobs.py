@@ -69,7 +69,7 @@ def test_memory_does_not_grow_over_three_thousand_iterations(tmp_path, workers):
     job = Job(tmp_path, command(corpus, 3050, more, "--log-straggler --log-hardware"), 0).start()
     sizes = {}
     for iteration in (500, 1000, 2000, 3000):
-        job.wait_until(lambda seen=iteration: job.iteration >= seen)
+        job.wait_until(lambda seen=iteration: job.iteration >= seen, 20 * LIMIT_SECONDS, tick=0.5)
         pages = Path(f"/proc/{job.process.pid}/statm").read_text().split()[1]
         sizes[iteration] = int(pages) * os.sysconf("SC_PAGE_SIZE") / 1e6
     assert job.wait() == 0, job.output.read_text()
