@@ -63,10 +63,10 @@ def verdicts(results: dict) -> Iterator[str]:
             continue
         ratio = median(row["seconds"]) / row["predicted"]
         verdict = f"{name}: {ratio:.3f} of the prediction, "
-        verdict += "within" if ratio <= LIMIT else "ABOVE"
-        verdict += f" {LIMIT}"
         if row["costs"][0] < SHORTEST_FORWARD:
-            verdict += f" (no verdict: a forward takes less than {1000 * SHORTEST_FORWARD:.0f} ms)"
+            verdict += f"no verdict (a forward takes less than {1000 * SHORTEST_FORWARD:.0f} ms)"
+        else:
+            verdict += f"{'within' if ratio <= LIMIT else 'ABOVE'} {LIMIT}"
         other = rows.get(name.replace("mcore", "torch").removesuffix("+own"))
         if other is not None:
             speed = median(other["seconds"]) / median(row["seconds"])
