@@ -1,10 +1,14 @@
 """Data orders, layouts, resumes and validation sets, through whole runs."""
 
+import json
 import shutil
 from dataclasses import replace
 
 import pytest
 
+from mcore.cli.main import main
+from mcore.config.data import DataConfig
+from mcore.data import build_train_valid_test_datasets
 from mcore.errors import ConfigError
 from tests.equivalence.program import (
     PROVIDERS,
@@ -15,7 +19,7 @@ from tests.equivalence.program import (
     train,
     without_rates,
 )
-from tests.equivalence.tiny import command, write_corpus
+from tests.equivalence.tiny import BATCH, SEQUENCE, command, write_corpus
 
 
 @pytest.fixture(scope="module")
@@ -82,26 +86,48 @@ def read_by(words, iterations, *more):
     return read
 
 
-@pytest.mark.parametrize("place", ["the same", "moved"])
-def test_other_weights_on_resume(corpora, tmp_path, place):
-    """Each corpus goes on where the checkpoint's run stopped: no sample twice, none left out."""
+def test_other_weights_on_resume(corpora, tmp_path, capsys):
+    """Each corpus goes on where the run before stopped, at other weights and from another place."""
     flags = f"--data-order stable --save {tmp_path}/c --save-interval 2 --load {tmp_path}/c"
-    first = ["0.7", corpora[0], "0.3", corpora[1]]
-    before = read_by(first, 6, flags, "--exit-interval 2")
-    assert [len(read) for read in before] == [5, 3]
-    paths = corpora
-    if place == "moved":
-        paths = [str(tmp_path / name) for name in ("x", "y")]
-        for old, new in zip(corpora, paths, strict=True):
-            for end in (".bin", ".idx"):
-                shutil.copy(old + end, new + end)
-    after = read_by(["0.3", paths[0], "0.7", paths[1]], 6, flags, "--exit-interval 4")
-    assert [len(read) for read in after] == [3, 5]
-    last = read_by(["0.5", paths[0], "0.5", paths[1]], 6, flags)
-    for parts in zip(before, after, last, strict=True):
+    first = read_by(["0.7", corpora[0], "0.3", corpora[1]], 6, flags, "--exit-interval 2")
+    second = read_by(["0.3", corpora[0], "0.7", corpora[1]], 6, flags, "--exit-interval 4")
+    assert [list(map(len, part)) for part in (first, second)] == [[5, 3], [3, 5]]
+    moved = [str(tmp_path / name) for name in ("x", "y")]
+    for old, new in zip(corpora, moved, strict=True):
+        for end in (".bin", ".idx"):
+            shutil.copy(old + end, new + end)
+    words = ["0.5", moved[0], "0.5", moved[1]]
+    third = read_by(words, 6, flags)
+    for parts in zip(first, second, third, strict=True):
         assert sum(parts, []) == list(range(sum(map(len, parts))))
+    named = documents_of(words, (3, 4), f"{tmp_path}/c", capsys)
+    assert named == [read_from(path, read) for path, read in zip(moved, second, strict=True)]
     with pytest.raises(ConfigError, match="run with --data-order stable"):
         train(command(corpora[0], 6, flags.replace("stable", "megatron")), SINGLE)
+
+
+def documents_of(words, iterations, checkpoint, capsys):
+    """What `mcore data provenance` names, as pieces of each corpus."""
+    batch = f"--seq-length {SEQUENCE} --global-batch-size {BATCH} --train-iters 6 --split 80,20,0"
+    capsys.readouterr()  # of the runs
+    found = {path: [] for path in words[1::2]}
+    for iteration in iterations:
+        flags = f"--iteration {iteration} {batch} --data-order stable --load {checkpoint} --json"
+        assert main(["data", "provenance", *flags.split(), "--data-path", *words]) == 0
+        for line in capsys.readouterr().out.splitlines():
+            for piece in json.loads(line)["pieces"]:
+                found[piece["prefix"]].append((piece["document"], piece["offset"], piece["length"]))
+    return list(found.values())
+
+
+def read_from(path, numbers):
+    """The pieces behind samples of one corpus."""
+    config = DataConfig(data_path=(path,), split="80,20,0", data_order="stable")
+    dataset = build_train_valid_test_datasets(
+        config, sizes=(100, 0, 0), seq_length=SEQUENCE, seed=1234, eod_id=0
+    )[0]
+    pieces = [piece for number in numbers for piece in dataset.provenance(number)]
+    return [(piece.document, piece.offset, piece.length) for piece in pieces]
 
 
 def test_several_validation_sets(corpora):
