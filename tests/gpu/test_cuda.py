@@ -90,7 +90,8 @@ def test_offloaded_state_gives_the_same_numbers(gpu, dtype, fraction):
         first, second = ours.step(), theirs.step()
         assert torch.equal(first.update_successful, second.update_successful)
         for p, q in zip(moved.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(p, q, rtol=1e-6 if dtype == torch.float32 else 8e-3, atol=0)
+            rtol, atol = (1e-5, 1e-6) if dtype == torch.float32 else (8e-3, 1e-4)
+            torch.testing.assert_close(p, q, rtol=rtol, atol=atol)
     assert ours.step_count == theirs.step_count == 3
 
 
