@@ -98,6 +98,7 @@ def token_losses(
         exponentials = x.sub_(top.unsqueeze(-1)).exp_().sum(-1)
         tops.append(top)
         sums.append(torch.stack([exponentials, picked.masked_fill(~mine[run], 0.0), total]))
+        del x  # before the next chunk exists
     own_top, own_sums = torch.cat(tops), torch.cat(sums, dim=1)
     top = all_reduce(own_top, options.group, "max")
     own_sums[0] *= (own_top - top).exp()
@@ -166,6 +167,7 @@ class _VocabParallelCrossEntropy(Function):
         for run in options.chunks(target.numel()):
             x = _wide_copy(logits[run, : options.used])
             grad[run, : options.used] = logit_gradient(x, run, target, lse, grad_output, options)
+            del x  # before the next chunk exists
         grad[:, options.used :] = 0
         return grad, None, None
 

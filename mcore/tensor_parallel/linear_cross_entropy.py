@@ -77,6 +77,7 @@ class _LinearCrossEntropy(Function):
             torch.mm(grad, weight[: options.used], out=grad_hidden[run])
             if total is not None:
                 add_product_(total[: options.used], grad.t(), hidden[run])
+            del x, grad  # before the next chunk exists
         grad_weight = None
         if total is not None and ctx.main_grad is None:
             grad_weight = total.to(weight.dtype)

@@ -169,7 +169,9 @@ def find_closely(evidence: Evidence, chunks: Sequence[DataParallelModule]) -> li
     causes = {item.kind for item in found}
     if causes != {"gradient"} or evidence.look_again is None:
         return found
-    return find(evidence.look_again(), chunks) or found
+    again = find(evidence.look_again(), chunks)
+    # A sum over ranks that came while one of them looked is known without its microbatch.
+    return [item for item in again if item.microbatch is not None] or again or found
 
 
 def describe(found: Sequence[NonFinite]) -> str:

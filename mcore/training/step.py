@@ -324,7 +324,8 @@ class StepFunctions:
             return state.optimizer.scale_loss(loss / self._denominator)
 
         def start_grad_sync(chunk: int) -> None:
-            if evidence is not None and can_see_own_gradients(chunks[chunk]):
+            # After the last backward a probe looks anyway, and knows the microbatch.
+            if evidence is not None and closely is None and can_see_own_gradients(chunks[chunk]):
                 evidence.note_gradients([chunks[chunk]])
             chunks[chunk].start_grad_sync()
 

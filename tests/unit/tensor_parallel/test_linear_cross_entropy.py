@@ -1,10 +1,17 @@
 """The fused head against torch's own linear map and cross entropy."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.profiler import ProfilerActivity, profile
 
-from mcore.tensor_parallel.cross_entropy import LossOptions, vocab_parallel_cross_entropy
+from mcore.tensor_parallel.cross_entropy import (
+    LossOptions,
+    _VocabParallelCrossEntropy,
+    vocab_parallel_cross_entropy,
+)
 from mcore.tensor_parallel.linear_cross_entropy import linear_cross_entropy
 from mcore.topology.group import Group
 from tests.unit.tensor_parallel.helpers import run_at
@@ -153,3 +160,38 @@ def test_huge_logits_stay_finite(dtype):
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
     loss.sum().backward()
     assert logits.grad.tolist() == [[-1.0, 0.0, 1.0]]
+
+
+def _peak_of(work):
+    """Most bytes that torch's allocator gave out at once."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        work()
+    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    held = itertools.accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns()))
+    return max(held)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_one_chunk_of_logits_exists_at_a_time(fused):
+    tokens, rows = 64, 5000
+    hidden, weight = torch.randn(tokens, 1, 8), torch.randn(rows, 8).requires_grad_()
+    weight.main_grad = torch.zeros_like(weight)
+    logits = (hidden.flatten(0, 1) @ weight.detach().t()).requires_grad_()
+    target = torch.randint(rows, (tokens, 1))
+    options = LossOptions(Group.single("tp"), rows, rows, chunk_elements=16 * rows)
+
+    def work():
+        if fused:
+            loss = linear_cross_entropy(
+                hidden.requires_grad_(), weight, target, options,
+                sequence_parallel=False, gradient_accumulation_fusion=True,
+            )  # fmt: skip
+        else:
+            loss = _VocabParallelCrossEntropy.apply(logits, target.flatten(), options)
+        loss.sum().backward()
+
+    work()
+    logits.grad = hidden.grad = None
+    kept = 0 if fused else logits.numel() * 4  # the gradient of given logits
+    chunk = 16 * rows * 4
+    assert chunk < _peak_of(work) - kept < 1.5 * chunk
