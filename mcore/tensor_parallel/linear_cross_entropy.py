@@ -77,7 +77,7 @@ class _LinearCrossEntropy(Function):
             torch.mm(grad, weight[: options.used], out=grad_hidden[run])
             if total is not None:
                 add_product_(total[: options.used], grad.t(), hidden[run])
-            del x, grad  # before the next chunk exists
+            del grad  # before the next chunk exists
         grad_weight = None
         if total is not None and ctx.main_grad is None:
             grad_weight = total.to(weight.dtype)
@@ -98,10 +98,14 @@ def _logit_gradients(saved: _Saved, options: LossOptions) -> Iterator[tuple[slic
     """Chunks of tokens, and the gradient of their logits, which are made anew."""
     rows = saved.weight[: options.used]
     wide = accumulation_dtype(saved.hidden.dtype)
-    for run in options.chunks(saved.target.numel()):
+
+    def gradient(run: slice) -> Tensor:
         x = (saved.hidden[run] @ rows.t()).to(wide)
         grad = logit_gradient(x, run, saved.target, saved.lse, saved.grad_output, options)
-        yield run, grad.to(saved.hidden.dtype)
+        return grad.to(saved.hidden.dtype)
+
+    for run in options.chunks(saved.target.numel()):
+        yield run, gradient(run)  # kept by the caller alone
 
 
 def _deferred(
@@ -113,6 +117,7 @@ def _deferred(
         total = _zeros_like(weight) if main_grad is None else main_grad
         for run, grad in _logit_gradients(saved, options):
             add_product_(total[: options.used], grad.t(), saved.hidden[run])
+            del grad  # before the next chunk exists
         if main_grad is None:
             accumulate_late(weight, total.to(weight.dtype))
 
