@@ -35,6 +35,15 @@ def marker(shard):
         return False
 
 
+def shards(root):
+    """Those that are there; a directory may be deleted while it is looked through."""
+    while True:
+        try:
+            return set(root.glob("iter_*/shard_*"))
+        except FileNotFoundError:
+            continue
+
+
 class Killer:
     """Ends jobs by SIGKILL at random moments of their saves.
 
@@ -53,12 +62,12 @@ class Killer:
         """Let some saves of a job go by and kill it in the next; False where it ended first."""
         folders = {path.name for path in job.save.glob("iter_*")}
         complete = set(complete_iterations(job.save))
-        known = set(job.save.glob("iter_*/shard_*"))
+        known = shards(job.save)
         left = self.random.randrange(SAVES) if self._seconds else 1
         end = time.monotonic() + LIMIT_SECONDS
         while job.process.poll() is None:
             assert time.monotonic() < end, job.output.read_text()
-            new = set(job.save.glob("iter_*/shard_*")) - known
+            new = shards(job.save) - known
             if not new:
                 time.sleep(0.0005)
                 continue
@@ -68,7 +77,7 @@ class Killer:
                 if not self._ends_within(job, shard, LIMIT_SECONDS):
                     break
                 self._seconds.append(time.monotonic() - start)
-                known |= set(job.save.glob("iter_*/shard_*"))
+                known |= shards(job.save)
                 continue
             self._kill(job)
             if any(path.exists() and not marker(path) for path in new):
