@@ -195,6 +195,8 @@ class RampupBatchsizeNumMicroBatchesCalculator(NumMicroBatchesCalculator):
 
     def global_batch_sizes(self) -> Sequence[int]:
         """Those of the ramp, and the full size."""
+        if not self.ramup_samples:
+            return (self.global_batch_size,)
         start, increment = self.start_global_batch_size, self.batch_size_increment
         return range(start, self.global_batch_size + 1, increment)
 

@@ -132,9 +132,15 @@ def take_back(directory: Path) -> bool:
     return True
 
 
+def temporary_name(name: str) -> str:
+    """What a file is called until it is whole."""
+    return f".{name}.tmp"
+
+
 def delete_leftovers(directory: Path, shards: Collection[str]) -> None:
     """Delete the shards of saves that died or were replaced; `shards` are those in use."""
-    (directory / REPLACED_NAME).unlink(missing_ok=True)
+    for name in (REPLACED_NAME, temporary_name(REPLACED_NAME)):
+        (directory / name).unlink(missing_ok=True)
     for entry in directory.glob("*.safetensors"):
         if entry.name not in shards:
             entry.unlink(missing_ok=True)
@@ -154,7 +160,7 @@ def point_to(root: Path, iteration: int) -> None:
 
 def replace_file(path: Path, content: bytes) -> None:
     """Write a file so that at any moment either the old or the new content is there, and stays."""
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = path.with_name(temporary_name(path.name))
     with open(temporary, "wb") as file:
         file.write(content)
         file.flush()

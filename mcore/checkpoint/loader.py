@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -74,6 +74,7 @@ def load(
     iteration: int | None = None,
     source: Source | None = None,
     allow_missing: bool = False,
+    partial: Collection[str] = (),
     rank_local: RankLocal | None = None,
     group: Group | dist.ProcessGroup | None = None,
 ) -> LoadResult:
@@ -92,6 +93,7 @@ def load(
             beyond those asked for; both are listed in the result. Otherwise either is an error,
             except that whole families (the part before the first dot, such as `exp_avg`) may be
             left unread.
+        partial: families of which a part may be left unread.
         rank_local: rank and layout; this rank's own state is read if the layout is the saved one.
         group: ranks that load together; None = all ranks of the job, or this process alone where
             torch.distributed is not initialised.
@@ -121,7 +123,7 @@ def load(
     asks_for_own = rank_local is not None
     stored = {key for key in metadata.tensors if not (asks_for_own and is_rank_local(key))}
     unexpected = stored - fit.wanted - fit.used
-    _complain(directory, fit, unexpected, allow_missing)
+    _complain(directory, fit, unexpected, partial, allow_missing)
     state = {
         key: as_sharded(key, value) for key, value in tensors.items() if key not in fit.missing
     }
@@ -198,9 +200,15 @@ def _merge(fits: list[_Fit]) -> _Fit:
     return merged
 
 
-def _complain(directory: Path, fit: _Fit, unexpected: set[str], allow_missing: bool) -> None:
+def _complain(
+    directory: Path,
+    fit: _Fit,
+    unexpected: set[str],
+    partial: Collection[str],
+    allow_missing: bool,
+) -> None:
     """Raise on whatever does not fit; every rank comes to the same conclusion."""
-    families = {_family(key) for key in fit.wanted}
+    families = {_family(key) for key in fit.wanted} - {*partial}
     beyond = {key for key in unexpected if _family(key) in families}
     if not fit.misfits and (allow_missing or not (fit.missing or beyond)):
         return

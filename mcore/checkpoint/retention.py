@@ -12,6 +12,7 @@ from mcore.checkpoint.commit import (
     REPLACED_NAME,
     complete_iterations,
     iteration_directory,
+    temporary_name,
     unfinished_iterations,
 )
 from mcore.checkpoint.reader import read_metadata
@@ -90,7 +91,7 @@ def _delete(directory: Path) -> None:
         ours = entry.name in names or entry.match("shard_[0-9]*.*.safetensors")
         if ours and not entry.is_symlink():
             entry.unlink(missing_ok=True)
-    for name in (f".{METADATA_NAME}.tmp", REPLACED_NAME):
+    for name in (REPLACED_NAME, *map(temporary_name, (METADATA_NAME, REPLACED_NAME))):
         (directory / name).unlink(missing_ok=True)
     if not any(directory.iterdir()):
         directory.rmdir()

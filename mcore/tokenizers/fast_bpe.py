@@ -118,7 +118,10 @@ class FastBytePairs:
             return None
         if self._normal_form is not None and not unicodedata.is_normalized(self._normal_form, text):
             return None
-        return self._ids[self._backend.encode_to_numpy(text, disallowed_special=())]
+        try:
+            return self._ids[self._backend.encode_to_numpy(text, disallowed_special=())]
+        except UnicodeEncodeError:  # half a surrogate pair, which the way to lists mends
+            return self._ids[np.array(self._backend.encode_ordinary(text), np.int32)]
 
 
 def read_merges(path: str) -> list[tuple[str, str]]:

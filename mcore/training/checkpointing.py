@@ -235,7 +235,12 @@ def _load_from(directory: Path, state: TrainState, config: RunConfig, ctx: Paral
     if options.load_rng and not options.finetune:
         rank_local = RankLocal(ctx.rank, _layout(ctx))
     result = checkpoint.load(
-        directory, tensors, source=precise_source(tensors), rank_local=rank_local
+        directory,
+        tensors,
+        source=precise_source(tensors),
+        # Parameters that are frozen now have no main parameter, and their own is read.
+        partial=() if with_optimizer else ("main_param",),
+        rank_local=rank_local,
     )
     state.optimizer.refresh_host_copies()
     log_unread(result.unexpected)

@@ -19,7 +19,7 @@ from mcore.tokenizers import build_tokenizer
 from mcore.topology.collectives import is_loss_of_peer
 from mcore.training import checkpointing
 from mcore.training.arguments import ExtraArguments, read
-from mcore.training.autopilot import build_autopilot
+from mcore.training.autopilot import Autopilot, build_autopilot
 from mcore.training.checkpoint_writer import CheckpointWriter
 from mcore.training.exits import Exits, tell_workers
 from mcore.training.garbage import garbage_collection
@@ -212,7 +212,7 @@ def run(
     except BaseException as error:
         writer.abandon()
         if isinstance(error, NumericsError):
-            autopilot.tell_end(error, state)
+            _tell_end(autopilot, error, state)
         raise
     finally:
         profiler.close()
@@ -223,6 +223,14 @@ def run(
         watch.ignore_peers()
     finish(runtime)
     return state
+
+
+def _tell_end(autopilot: Autopilot, error: NumericsError, state: TrainState) -> None:
+    """Name the batch that ends the run; that it cannot be named must not hide why the run ends."""
+    try:
+        autopilot.tell_end(error, state)
+    except (McoreError, OSError) as failure:
+        get_logger().error("the batch that ends the run could not be told: %s", failure)
 
 
 def _tell_notes(prepared: Prepared, runtime: Runtime) -> None:

@@ -426,7 +426,7 @@ def read_record(record: Any) -> tuple[Tensor, Tensor]:
     if isinstance(record, (tuple, list)):
         loss_sum, num_tokens = record
         if not isinstance(num_tokens, Tensor):  # filled there: a copy would be waited for
-            num_tokens = torch.full((), num_tokens, device=loss_sum.device)
-        return loss_sum, num_tokens
+            return loss_sum, torch.full((), num_tokens, device=loss_sum.device)
+        return loss_sum, num_tokens.to(loss_sum.device, non_blocking=True)
     mean = torch.as_tensor(record)
     return mean, torch.ones_like(mean)

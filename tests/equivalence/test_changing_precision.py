@@ -1,5 +1,6 @@
 """A run goes on in another precision: nothing that was trained is rounded away, or left unsaid."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -7,7 +8,9 @@ import torch
 
 from mcore.checkpoint import read_common, read_tensors
 from mcore.training.arguments import build_config, parse
+from pretrain_gpt import model_provider
 from tests.equivalence.program import (
+    PROVIDERS,
     SINGLE,
     Layout,
     save_again,
@@ -92,6 +95,20 @@ def test_fine_tuning_in_bf16_starts_from_fp32_weights(corpus, tmp_path, stage, l
         assert_same(weights(tensors, "main_param"), trained)
         rounded = {key: tensor.bfloat16() for key, tensor in trained.items()}
         assert_same(weights(tensors, "model"), rounded)
+
+
+def frozen_embedding(config, stage):
+    model = model_provider(config, stage)
+    model.embedding.word_embeddings.weight.requires_grad_(False)
+    return model
+
+
+def test_fine_tuning_with_a_frozen_part_of_the_model(corpus, tmp_path):
+    """What is frozen has no main parameter, though the checkpoint has one of it."""
+    train(three_steps(corpus, tmp_path, "--bf16 --untie-embeddings-and-output-weights"))
+    flags = f"--bf16 --finetune --untie-embeddings-and-output-weights --load {tmp_path}"
+    providers = replace(PROVIDERS, model=frozen_embedding)
+    assert len(train(command(corpus, 3, SMALL, flags), providers=providers)) == 3
 
 
 @pytest.mark.parametrize("how", ["--finetune", "--no-load-optim --no-load-rng"])

@@ -141,6 +141,8 @@ def test_everything_that_does_not_fit_is_listed_and_nothing_changes(tmp_path):
     assert a.all()
     # A family that nobody asks for may stay unread.
     assert load(tmp_path, {"model.a": a, "model.b": b[:4]}).unexpected == ("exp_avg.a",)
+    # Nor need a part of one be read where that is said.
+    assert load(tmp_path, {"model.a": a}, partial=["model"]).unexpected == ("exp_avg.a", "model.b")
 
 
 def test_another_key_may_stand_in(tmp_path):

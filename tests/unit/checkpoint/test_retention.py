@@ -43,7 +43,8 @@ def test_deleting_leaves_files_and_links_of_others(tmp_path):
     shutil.copytree(tmp_path / "iter_0000006", tmp_path / "elsewhere")
     (tmp_path / "iter_0000001").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "iter_0000003").mkdir()
-    (tmp_path / "iter_0000003" / "shard_00000.ab.safetensors").write_bytes(b"died")
+    for left in ("shard_00000.ab.safetensors", "..metadata.json.replaced.tmp"):
+        (tmp_path / "iter_0000003" / left).write_bytes(b"died")
     Retention(keep_latest=1).apply(tmp_path, 6)
     assert complete_iterations(tmp_path) == [1, 6]
     assert [e.name for e in (tmp_path / "iter_0000002").iterdir()] == ["notes.txt"]

@@ -139,6 +139,11 @@ class TestGPT2BPE:
         tokenizer = gpt2_bpe()
         assert tokenizer.detokenize(tokenizer.tokenize("é")[:1]) == "\ufffd"
 
+    def test_half_a_surrogate_pair_is_read_as_the_mark_for_it(self):
+        tokenizer = gpt2_bpe()
+        broken, mended = (encode_texts(tokenizer, [f"a{x}b"]) for x in ("\ud800", "\ufffd"))
+        assert broken.ids.tolist() == mended.ids.tolist()
+
     def test_missing_end_mark(self, tmp_path):
         vocab = json.loads((GOLDEN / "vocab.json").read_text())
         vocab["<|end|>"] = vocab.pop("<|endoftext|>")
