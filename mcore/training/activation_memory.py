@@ -128,10 +128,12 @@ def head_activations(
     if model.cross_entropy_loss_fusion or logits > FUSE_FROM:
         chunk = min(logits, FUSED_CHUNK)
         kept += (tokens - own) * h * size  # gathered along the sequence, and kept so
-        gradients = chunk * 4 + tokens * h * size + (chunk * size if size < 4 else 0)
         summed = 0 if accumulates else rows * h * 4  # over chunks, in float32
         product = 0 if in_place or size == 4 else rows * h * (size + 4)
-        return HeadActivations(kept, gradients + summed + product)
+        # A chunk's gradient is rounded, and then multiplied when its wide form is gone.
+        rounding = chunk * 4 + (chunk * size if size < 4 else 0)
+        gradients = max(rounding, chunk * size + product)
+        return HeadActivations(kept, gradients + tokens * h * size + summed)
     gradients = logits * size + min(logits, CHUNK_ELEMENTS) * 4
     product = tokens * h * size
     if not in_place:
