@@ -97,6 +97,7 @@ def test_a_refused_command_line_is_told_once_and_nothing_else_is(corpus, tmp_pat
     assert not any("Traceback" in text for text in errors)
 
 
+@pytest.mark.full
 def test_an_error_that_all_ranks_see_is_told_once(tmp_path):
     words = command(str(tmp_path / "absent"), 4)
     done, errors = torchrun(tmp_path, 2, PROGRAM, *words, "--device", "cpu")
@@ -128,6 +129,7 @@ pretrain(pretrain_gpt.datasets_provider, pretrain_gpt.model_provider, forward_st
 """
 
 
+@pytest.mark.full
 def test_a_rank_that_alone_cannot_read_its_data_ends_the_job(corpus, tmp_path):
     for rank in range(2):
         (tmp_path / str(rank)).mkdir()

@@ -14,7 +14,7 @@ from mcore.checkpoint import CheckpointReader, complete_iterations, differences,
 from mcore.checkpoint.commit import iteration_directory
 from tests.cli.jobs import Job
 from tests.equivalence.faults import write_poisoned_corpus
-from tests.equivalence.program import Layout, read_records, train, without_rates
+from tests.equivalence.program import SINGLE, Layout, read_records, train, without_rates
 from tests.equivalence.tiny import command
 
 pytestmark = pytest.mark.cli
@@ -38,17 +38,18 @@ def send(pid, number):
         os.kill(pid, number)
 
 
-def test_one_save_on_the_way_and_one_before_leaving_then_the_same_command(corpus, tmp_path):
-    """SIGUSR1 to one worker, SIGTERM to another: all save the same iteration, and exit with 0."""
-    layout = Layout(tp=2)
+@pytest.mark.parametrize("layout", [SINGLE, pytest.param(Layout(tp=2), marks=pytest.mark.full)])
+def test_one_save_on_the_way_and_one_before_leaving_then_the_same_command(corpus, tmp_path, layout):
+    """SIGUSR1, then SIGTERM, to one worker: all save the same iteration, and exit with 0."""
     words = command(corpus, 60, DROPOUT, "--eval-interval 7 --eval-iters 1")
-    job = Job(tmp_path, [*words, *layout.flags], 2).start()
-    job.wait_until(lambda: job.iteration >= 3 and len(job.pids) == 2)
-    os.kill(job.pids[1], signal.SIGUSR1)
+    size = layout.world_size if layout.world_size > 1 else 0
+    job = Job(tmp_path, [*words, *layout.flags], size).start()
+    job.wait_until(lambda: job.iteration >= 3 and len(job.pids) == layout.world_size)
+    os.kill(job.pids[-1], signal.SIGUSR1)
     job.wait_until(lambda: job.pointer)
     saved = job.pointer
     job.wait_until(lambda: job.iteration > saved)
-    os.kill(job.pids[1], signal.SIGTERM)
+    os.kill(job.pids[-1], signal.SIGTERM)
     assert job.wait() == 0, job.output.read_text()
     assert complete_iterations(job.save) == [saved, job.pointer]
     assert saved < job.pointer == job.iteration < 60

@@ -78,7 +78,8 @@ def roots(tmp_path):
 @pytest.mark.parametrize(
     ("layout", "options"),
     [
-        (Layout(tp=2, pp=2, sp=True), ""),
+        (Layout(tp=2), ""),
+        pytest.param(Layout(tp=2, pp=2, sp=True), "", marks=pytest.mark.full),
         pytest.param(Layout(tp=2, dp=2), "--zero-stage 2", marks=pytest.mark.full),
         pytest.param(Layout(pp=2, dp=2), "--zero-stage 3", marks=pytest.mark.full),
         pytest.param(Layout(pp=2, dp=2), "--bf16 --num-workers 2", marks=pytest.mark.full),
@@ -138,7 +139,8 @@ def test_a_run_whose_gradients_stay_so_gives_up(corpus, tmp_path):
 @pytest.mark.parametrize(
     ("layout", "options"),
     [
-        (Layout(tp=2, dp=2, sp=True), ""),
+        (Layout(dp=2), ""),
+        pytest.param(Layout(tp=2, dp=2, sp=True), "", marks=pytest.mark.full),
         pytest.param(SINGLE, "--num-workers 2 --async-save", marks=pytest.mark.full),
         pytest.param(Layout(tp=2, pp=2), "--num-workers 2 --async-save", marks=pytest.mark.full),
         pytest.param(Layout(tp=2, dp=2), "--zero-stage 1", marks=pytest.mark.full),

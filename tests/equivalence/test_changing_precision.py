@@ -57,7 +57,7 @@ def weights(tensors, family):
         ("--bf16", "", SINGLE),
         pytest.param("", "--bf16", SINGLE, marks=pytest.mark.full),
         pytest.param("--bf16", FP16, SINGLE, marks=pytest.mark.full),
-        ("--bf16 --zero-stage 3", "--zero-stage 1", PAIR),
+        pytest.param("--bf16 --zero-stage 3", "--zero-stage 1", PAIR, marks=pytest.mark.full),
         pytest.param("--zero-stage 3", "--bf16 --zero-stage 3", PAIR, marks=pytest.mark.full),
         pytest.param(f"{FP16} --zero-stage 1", "--zero-stage 3", PAIR, marks=pytest.mark.full),
     ],
@@ -72,7 +72,9 @@ def test_there_and_back_is_as_if_nothing_had_changed(corpus, tmp_path, first, se
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("how", ["", "--finetune", "--no-load-optim"])
+@pytest.mark.parametrize(
+    "how", ["", "--finetune", pytest.param("--no-load-optim", marks=pytest.mark.full)]
+)
 def test_fp32_takes_the_main_parameters(corpus, tmp_path, how):
     train(three_steps(corpus, tmp_path / "a", "--bf16"))
     trained = weights(read_tensors(tmp_path / "a"), "main_param")
@@ -83,7 +85,9 @@ def test_fp32_takes_the_main_parameters(corpus, tmp_path, how):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("stage", "layout"), [(0, SINGLE), (3, PAIR)])
+@pytest.mark.parametrize(
+    ("stage", "layout"), [(0, SINGLE), pytest.param(3, PAIR, marks=pytest.mark.full)]
+)
 def test_fine_tuning_in_bf16_starts_from_fp32_weights(corpus, tmp_path, stage, layout):
     """From those of an fp32 run, and from the main parameters of a bf16 run, at every stage."""
     for name, precision in (("wide", ""), ("narrow", "--bf16")):

@@ -113,7 +113,7 @@ class Killer:
 @pytest.mark.parametrize(
     ("ranks", "background", "rounds"),
     [
-        (1, ASYNC, 2),
+        pytest.param(1, ASYNC, 2, marks=full),
         pytest.param(1, ASYNC, 20, marks=full),
         pytest.param(1, "", 20, marks=full),
         pytest.param(2, ASYNC, 8, marks=full),
@@ -150,6 +150,7 @@ def test_killed_at_any_moment_of_a_save(corpus, tmp_path, ranks, background, rou
         assert killer.whole
 
 
+@full
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs the size limit of files")
 def test_a_disk_that_fills_up(corpus, tmp_path):
     """Files may not grow past half a checkpoint: the run ends with the reason, the older stays."""

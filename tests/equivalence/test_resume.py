@@ -84,7 +84,7 @@ def test_resume_at_the_same_layout_is_bit_identical(corpus, tmp_path, layout, it
     ("layout", "then"),
     [
         (Layout(tp=2, pp=2, sp=True), Layout(dp=2)),
-        (SINGLE, Layout(tp=4)),
+        pytest.param(SINGLE, Layout(tp=4), marks=pytest.mark.full),
         pytest.param(Layout(tp=4, sp=True), Layout(pp=4), marks=pytest.mark.full),
         pytest.param(Layout(dp=2), Layout(tp=2, pp=2, dp=2, sp=True), marks=pytest.mark.full),
         pytest.param(Layout(pp=2, vpp=2), SINGLE, marks=pytest.mark.full),

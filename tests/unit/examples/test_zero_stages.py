@@ -41,6 +41,7 @@ def weights_of_all_stages():
     return [[part.data.clone() for part in chunk.held_parts()] for chunk in chunks]
 
 
+@pytest.mark.full
 @pytest.mark.dist
 def test_data_parallel_ranks_have_the_same_weights():
     first, second = run_distributed(weights_of_all_stages, 2)

@@ -94,6 +94,7 @@ def run_with_wrong_weight():
         selftest.TinyTraining = healthy
 
 
+@pytest.mark.full
 @pytest.mark.dist
 def test_a_wrong_weight_is_seen_at_plain_layouts():
     for passed, faults in run_distributed(run_with_wrong_weight, 2):
