@@ -29,7 +29,7 @@ from tests.equivalence.tiny import command
 
 ZERO = "--data-parallel-sharding-strategy"
 LAYOUTS = [
-    (Layout(), ""),
+    pytest.param(Layout(), "", marks=pytest.mark.full),
     pytest.param(Layout(tp=2, sp=True, dp=2), "", marks=pytest.mark.full),
     (Layout(pp=2, dp=2), f"{ZERO} optim"),
     pytest.param(Layout(dp=3), f"{ZERO} optim_grads_params", marks=pytest.mark.full),

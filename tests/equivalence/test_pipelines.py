@@ -48,7 +48,7 @@ SCHEDULES = {
 #: Each schedule once a day, alternating families and microbatch counts.
 DAILY = {
     ("gpt2", "gpipe2", 4, 1),
-    ("llama", "bounded2", 8, 1),
+    ("llama", "bounded2", 4, 1),
     ("gpt2", "zb-h1-2", 2, 2),
     ("llama", "interleaved2", 1, 1),
     ("llama", "zb-v2", 8, 1),

@@ -129,7 +129,9 @@ def test_training_equals_the_reference(
 
 
 @pytest.mark.golden
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(
+    "stage", [pytest.param(1, marks=pytest.mark.full), pytest.param(2, marks=pytest.mark.full), 3]
+)
 def test_three_ranks_and_counts_that_do_not_divide(families, request, stage):  # noqa: F811
     family = families("gpt2_8layers")
     words = [*family.command(1), "--zero-stage", str(stage), *shortened(request.session)]
@@ -170,7 +172,11 @@ def test_hybrid_sharding_and_odd_sizes(corpus, odd_reference, layout, flags):
             marks=pytest.mark.full,
         ),
         (("--zero-stage 3", Layout(tp=2, dp=2)), ("--zero-stage 2", Layout(pp=2, dp=2))),
-        (("--bf16 --zero-stage 3", Layout(dp=2)), ("--bf16", Layout(dp=2))),
+        pytest.param(
+            ("--bf16 --zero-stage 3", Layout(dp=2)),
+            ("--bf16", Layout(dp=2)),
+            marks=pytest.mark.full,
+        ),
         pytest.param(
             ("--bf16 --zero-stage 1", Layout(dp=2)),
             ("--bf16 --zero-stage 3", Layout(dp=2)),

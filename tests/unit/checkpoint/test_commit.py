@@ -281,7 +281,9 @@ save(sys.argv[1], int(sys.argv[3]), {"model.a": torch.full((40, 5), 99.0)}, {})
 """
 
 
-@pytest.mark.parametrize(("point", "iteration"), [("publish", 20), ("point_to", 30)])
+@pytest.mark.parametrize(
+    ("point", "iteration"), [("publish", 20), pytest.param("point_to", 30, marks=pytest.mark.full)]
+)
 def test_sigkill_between_the_steps(root, point, iteration):
     done = subprocess.run(
         [sys.executable, "-c", KILLED, str(root), point, str(iteration)], timeout=60

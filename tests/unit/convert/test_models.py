@@ -73,7 +73,7 @@ def load_run_save(root, again, tp, pp, ids):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("family", [pytest.param("gpt2", marks=pytest.mark.full), "llama"])
 def test_every_layout_computes_the_same_and_saves_the_same(tmp_path, family):
     folder = GOLDEN / family / "hf_final"
     options, tensors = hf_to_state(folder)

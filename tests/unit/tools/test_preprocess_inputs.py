@@ -293,9 +293,8 @@ class TestScale:
         growth = self.peak(tmp_path, 300_000) - self.peak(tmp_path, 30_000)
         assert growth < 270_000 * 20
 
-    @pytest.mark.parametrize(
-        "tokenizer", [BPE, pytest.param(SP, marks=pytest.mark.full)], ids=["bpe", "sp"]
-    )
+    @pytest.mark.full
+    @pytest.mark.parametrize("tokenizer", [BPE, SP], ids=["bpe", "sp"])
     def test_nor_with_words_never_seen_before(self, tmp_path, tokenizer):
         """A tokenizer's cache is bounded."""
         sizes = [self.peak(tmp_path, n, tokenizer, new_words=True) for n in (20_000, 120_000)]
