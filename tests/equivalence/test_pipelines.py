@@ -49,7 +49,7 @@ SCHEDULES = {
 DAILY = {
     ("gpt2", "gpipe2", 4, 1),
     ("llama", "bounded2", 4, 1),
-    ("gpt2", "zb-h1-2", 2, 2),
+    ("gpt2", "zb-h1-2", 2, 1),
     ("llama", "interleaved2", 1, 1),
     ("llama", "zb-v2", 8, 1),
     ("llama", "zb-h1-4", 4, 1),

@@ -305,6 +305,7 @@ def test_records_hold_what_they_promise(saved):
         assert record["seconds"] > 0
 
 
+@pytest.mark.full
 def test_bf16_follows_float32(corpus):
     layout = Layout(tp=2)
     wanted = train(command(corpus, 8, "--hidden-dropout 0 --attention-dropout 0"), layout)
