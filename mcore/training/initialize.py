@@ -127,12 +127,20 @@ def join_world(
     """
     device = pick_device(device_name, launch.local_rank)
     backend = backend or backend_name(device)
-    if backend == "nccl" and device.type != "cuda":
-        raise ConfigError("distributed_backend is nccl but the device is the CPU; use gloo")
+    problem = backend_problem(backend, device)
+    if problem is not None:
+        raise ConfigError(problem)
     is_owned = launch.world_size > 1 and not dist.is_initialized()
     if is_owned:
         _create_default_group(backend, launch, timedelta(minutes=minutes))
     return World(device, backend, is_owned)
+
+
+def backend_problem(backend: str | None, device: torch.device) -> str | None:
+    """What stands against a backend on a device, in words."""
+    if backend != "nccl" or device.type == "cuda":
+        return None
+    return "distributed_backend is nccl but the device is the CPU; use gloo"
 
 
 def leave_world(is_owned: bool) -> None:

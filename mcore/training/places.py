@@ -17,7 +17,7 @@ from mcore.data.blend import read_blends
 from mcore.device import pick_device
 from mcore.errors import ConfigError, DataError
 from mcore.training.checkpointing import directory_problem
-from mcore.training.initialize import Launch
+from mcore.training.initialize import Launch, backend_problem
 
 #: Files that a program reads its data from.
 DataFiles = Callable[[DataConfig], Iterable[str]]
@@ -131,8 +131,9 @@ def _device_problems(sections: Mapping[str, Any], launch: Launch) -> Iterator[st
     profiling: ProfilingConfig | None = sections.get("profiling")
     if profiling is not None and runtime.device != "cpu":  # which is told wherever one checks
         yield from profiling.without_cuda()
-    if runtime.distributed_backend == "nccl":
-        yield "distributed_backend is nccl but the device is the CPU; use gloo"
+    problem = backend_problem(runtime.distributed_backend, device)
+    if problem is not None:
+        yield problem
 
 
 def _output_problems(sections: Mapping[str, Any]) -> Iterator[str]:
