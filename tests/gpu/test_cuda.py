@@ -21,7 +21,7 @@ from tests.equivalence.program import (
     without_rates,
 )
 from tests.equivalence.tiny import command, write_corpus
-from tests.unit.optimizer.test_offload import make_net, optimizer_of
+from tests.unit.optimizer.test_offload import compared_steps, make_net, optimizer_of
 
 pytestmark = pytest.mark.gpu
 
@@ -67,12 +67,6 @@ def test_transfers_beside_a_busy_device(gpu, dtype):
             assert (result.float() - 2.0 * (turn + number)).abs().max() < 0.2
 
 
-def backward(net, seed):
-    net.zero_grad()
-    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(seed))
-    net(x.to(net[0].weight)).float().pow(2).sum().backward()
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("fraction", [0.4, 1.0])
 def test_offloaded_state_gives_the_same_numbers(gpu, dtype, fraction):
@@ -81,17 +75,9 @@ def test_offloaded_state_gives_the_same_numbers(gpu, dtype, fraction):
     ours = optimizer_of(moved, optimizer_cpu_offload=True, optimizer_offload_fraction=fraction)
     theirs = optimizer_of(plain)
     assert any(item.is_offloaded for item in ours.params)
-    for step in range(4):
-        for net in (plain, moved):
-            backward(net, step)
-        if step == 2:
-            for net in (plain, moved):
-                net[0].bias.grad[0] = torch.nan
-        first, second = ours.step(), theirs.step()
-        assert torch.equal(first.update_successful, second.update_successful)
-        for p, q in zip(moved.parameters(), plain.parameters(), strict=True):
-            rtol, atol = (1e-5, 1e-6) if dtype == torch.float32 else (8e-3, 1e-4)
-            torch.testing.assert_close(p, q, rtol=rtol, atol=atol)
+    for p, q in compared_steps(ours, theirs, moved, plain):
+        rtol, atol = (1e-5, 1e-6) if dtype == torch.float32 else (8e-3, 1e-4)
+        torch.testing.assert_close(p, q, rtol=rtol, atol=atol)
     assert ours.step_count == theirs.step_count == 3
 
 
