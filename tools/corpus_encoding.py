@@ -7,18 +7,12 @@ reported, whatever the number of workers.
 
 from __future__ import annotations
 
-import collections
-import concurrent.futures
 import dataclasses
 import functools
 import json
 import logging
-import multiprocessing
 import os
-import signal
-import threading
 from collections.abc import Iterator
-from concurrent.futures.process import BrokenProcessPool
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,10 +21,9 @@ from mcore.config.tokenizer import TokenizerConfig
 from mcore.errors import DataError
 from mcore.log import get_logger
 from mcore.tokenizers import Tokenizer, build_tokenizer, encode_texts
-from tools.corpus_reading import Chunk, CutShortError
+from tools.corpus_reading import Chunk
 from tools.sentence_splitting import Splitter, build_splitter
-
-TASKS_IN_FLIGHT = 4  # per worker; bounds the memory when one long document holds up the order
+from tools.worker_pool import map_in_order
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -255,33 +248,14 @@ def encode_in_order(
 
     Raises:
         DataError: of the first faulty line in input order.
-        CutShortError: a worker died.
+        WorkerLostError: a worker died.
     """
     if workers == 1:
         _one_thread_each()
         for chunk in chunks:
             yield chunk, encode_chunk(job, chunk)
         return
-    pool = concurrent.futures.ProcessPoolExecutor(
-        workers, multiprocessing.get_context("spawn"), initializer=_start_worker
-    )
-    under_way: collections.deque[tuple[Chunk, concurrent.futures.Future[EncodedChunk]]]
-    under_way = collections.deque()
-    try:
-        for chunk in chunks:
-            under_way.append((chunk, pool.submit(encode_chunk, job, chunk)))
-            if len(under_way) >= TASKS_IN_FLIGHT * workers:
-                first, result = under_way.popleft()
-                yield first, result.result()
-        while under_way:
-            first, result = under_way.popleft()
-            yield first, result.result()
-    except BrokenProcessPool as error:
-        raise CutShortError(
-            "a worker process died, perhaps for lack of memory; try fewer --workers"
-        ) from error
-    finally:
-        pool.shutdown(cancel_futures=True)
+    yield from map_in_order(functools.partial(encode_chunk, job), chunks, workers, _start_worker)
 
 
 def _one_thread_each() -> None:
@@ -290,14 +264,5 @@ def _one_thread_each() -> None:
 
 
 def _start_worker() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops and winds the workers up
     get_logger().setLevel(logging.ERROR)  # the parent has warned already
     _one_thread_each()
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)

@@ -151,7 +151,8 @@ def preprocess(options: PreprocessOptions, config: TokenizerConfig) -> list[Summ
     Raises:
         ConfigError: an end-of-document id is asked for that the tokenizer lacks.
         DataError: an input cannot be used; no output file is left.
-        CutShortError: something else ended the run; the same call goes on from the last state.
+        CutShortError, WorkerLostError: something else ended the run; the same call goes on from the
+            last state.
     """
     return _Run(options, config).run()
 
