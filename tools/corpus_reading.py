@@ -171,25 +171,51 @@ def _unpack(path: str, raw: typing.BinaryIO) -> typing.BinaryIO:
     if packing == "xz":
         return typing.cast(typing.BinaryIO, lzma.LZMAFile(raw))
     zstandard = _optional("zstandard", path)
-    reader = zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True)
-    return io.BufferedReader(_Translating(reader, zstandard.ZstdError), CHUNK_BYTES)
+    return io.BufferedReader(_ZstandardReader(raw, zstandard), CHUNK_BYTES)
 
 
-class _Translating(io.RawIOBase):
-    """A reader whose own error class becomes `OSError`."""
+class _ZstandardReader(io.RawIOBase):
+    """Frames one after another; the library's own reader takes a frame cut short for its end.
 
-    def __init__(self, reader: Any, error: type[Exception]) -> None:
-        self._reader = reader
-        self._error = error
+    Raises:
+        EOFError: the input ends within a frame.
+        OSError: damaged data.
+    """
+
+    def __init__(self, raw: typing.BinaryIO, zstandard: Any) -> None:
+        self._raw = raw
+        self._error: type[Exception] = zstandard.ZstdError
+        self._decompressor = zstandard.ZstdDecompressor()
+        self._frame: Any = None  # that is being read
+        self._packed = b""
+        self._ready = memoryview(b"")
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
+        while not self._ready:
+            packed = self._packed or self._raw.read(CHUNK_BYTES)
+            if not packed and self._frame is not None:
+                raise EOFError("it ends within a zstandard frame: the file is cut short")
+            if not packed:
+                return 0
+            self._unpack(packed)
+        count = min(len(buffer), len(self._ready))
+        buffer[:count] = self._ready[:count]
+        self._ready = self._ready[count:]
+        return count
+
+    def _unpack(self, packed: bytes) -> None:
+        if self._frame is None:
+            self._frame = self._decompressor.decompressobj()
         try:
-            return self._reader.readinto(buffer)
+            self._ready = memoryview(self._frame.decompress(packed))
         except self._error as error:
             raise OSError(str(error)) from error
+        self._packed = self._frame.unused_data
+        if self._frame.eof:
+            self._frame = None
 
 
 def _skip(stream: typing.BinaryIO, count: int) -> None:

@@ -26,10 +26,13 @@ SHORT_FORMS = frozenset(
 )
 
 _CLOSING = r"[\"'\u00bb\u2019\u201d)\]}\u300d\u300f\uff09]*"
+_MARKS = r".!?\u2026\u0964\u0965\u061f"
+# A run of marks or of blanks is tried at its start only: a long one would cost its length squared.
 _END = re.compile(
-    rf"(?:[.!?\u2026\u0964\u0965\u061f]+{_CLOSING}(?=\s)|[\u3002\uff01\uff1f]+{_CLOSING})\s*"
-    r"|[^\S\n]*\n[^\S\n]*\n\s*"
+    rf"(?:(?<![{_MARKS}])[{_MARKS}]+{_CLOSING}(?=\s)|[\u3002\uff01\uff1f]+{_CLOSING})\s*"
+    r"|(?<![^\S\n])[^\S\n]*\n[^\S\n]*\n\s*"
 )
+_LOOK_BACK = 64
 _LAST_WORD = re.compile(r"(\S*?)\.+[^\w\s]*\s*$")
 
 
@@ -38,23 +41,24 @@ def split_by_rule(text: str, keep_newlines: bool = False) -> list[str]:
     sentences: list[str] = []
     start = 0
     for match in _END.finditer(text):
-        if _goes_on(text[start : match.end()], text[match.end() : match.end() + 1]):
+        end = match.end()
+        if _goes_on(text[max(start, end - _LOOK_BACK) : end], text[end : end + 1]):
             continue
-        sentences.append(text[start : match.end()])
-        start = match.end()
+        sentences.append(text[start:end])
+        start = end
     sentences.append(text[start:])
     if not keep_newlines:
         sentences = [sentence.strip() for sentence in sentences]
     return [sentence for sentence in sentences if sentence.strip()]
 
 
-def _goes_on(sentence: str, following: str) -> bool:
+def _goes_on(last_part: str, following: str) -> bool:
     """What looks like an end is none."""
-    if "\n\n" in re.sub(r"[^\S\n]", "", sentence[-64:]).lstrip("\n"):
+    if "\n\n" in re.sub(r"[^\S\n]", "", last_part).lstrip("\n"):
         return False
     if following.islower():
         return True
-    word = _LAST_WORD.search(sentence[-64:])
+    word = _LAST_WORD.search(last_part)
     if word is None:
         return False
     last = word.group(1).lstrip("\"'([{\u201c\u2018\u00ab")

@@ -87,15 +87,16 @@ def map_in_order(
         prepare: called once in each process, before all else.
 
     Raises:
-        McoreError: the one that the function raised of the first such item. Any other fault of it
-            is a `RuntimeError` with the worker's traceback.
+        McoreError: the first in order that the function or `items` raised. Any other fault of the
+            function is a `RuntimeError` with the worker's traceback.
         WorkerLostError: a worker died.
     """
     pool: list[_Worker[Item, Result]] = []
     in_order: collections.deque[_Task[Item, Result]] = collections.deque()
     try:
         pool.extend(_Worker(function, prepare) for _ in range(workers))
-        for item in items:
+        fault: list[McoreError] = []
+        for item in _until_fault(items, fault):
             in_order.append(_Task(item))
             _take_results(pool, timeout=0)
             min(pool, key=lambda worker: len(worker.tasks)).give(in_order[-1])
@@ -103,9 +104,19 @@ def map_in_order(
                 yield _finish(in_order.popleft(), pool)
         while in_order:
             yield _finish(in_order.popleft(), pool)
+        if fault:
+            raise fault[0]
     finally:
         for worker in pool:
             worker.end()
+
+
+def _until_fault(items: Iterator[Item], fault: list[McoreError]) -> Iterator[Item]:
+    """Items up to the one that cannot be had; the reason is kept until those before it are done."""
+    try:
+        yield from items
+    except McoreError as error:
+        fault.append(error)
 
 
 def _finish(task: _Task[Item, Result], pool: list[_Worker[Item, Result]]) -> tuple[Item, Result]:
@@ -145,8 +156,9 @@ def _receive(connection: Connection, items: queue.SimpleQueue[Any]) -> None:
     try:
         while True:
             items.put(connection.recv())
-    except (EOFError, OSError):
-        os._exit(1)  # the parent is gone, whatever the main thread is at
+    finally:
+        # The parent is gone, or what it sent cannot be held; the main thread would wait for ever.
+        os._exit(1)
 
 
 def _result(function: Callable[[Any], Any], item: Any) -> Any:

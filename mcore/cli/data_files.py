@@ -175,7 +175,7 @@ def _copy(
 
     A document that a border cuts becomes two. Empty documents are kept, but not at a border.
     """
-    boundaries = data.document_indices
+    boundaries = np.array(data.document_indices)  # aligned: a search in the map would copy it all
     eods = 0
     for start in range(chosen.start, chosen.stop, _ROWS_AT_ONCE):
         stop = min(start + _ROWS_AT_ONCE, chosen.stop)

@@ -193,7 +193,12 @@ class TransformerConfig(ModelParallelConfig):
                 f"num_query_groups ({groups}) must be a multiple or a divisor of "
                 f"tensor_model_parallel_size ({tp})"
             )
-        if self.ffn_size % tp:
+        if self.ffn_size == 0:
+            yield (
+                f"hidden_size ({self.hidden_size}) gives a gated MLP no width, since it is a "
+                "multiple of 64 near 8/3 of it; give ffn_hidden_size"
+            )
+        elif self.ffn_size % tp:
             yield (
                 f"ffn_hidden_size ({self.ffn_size}) must be divisible by "
                 f"tensor_model_parallel_size ({tp}); the nearest are "
@@ -228,6 +233,11 @@ class TransformerConfig(ModelParallelConfig):
                 )
         if self.cpu_offloading_num_layers and granularity == "full":
             yield "cpu_offloading_num_layers excludes full recomputation; drop one"
+        if self.cpu_offloading_num_layers and self.recomputes("layernorm"):
+            yield (
+                "cpu_offloading_num_layers excludes layernorm from recompute_modules, whose way of "
+                "keeping less would leave nothing to offload; drop one"
+            )
 
     def recomputes(self, module: str) -> bool:
         """Whether a part of the layer is recomputed by itself: core_attn, mlp or layernorm."""

@@ -21,6 +21,7 @@ class BlendedDataset(DelegatingDataset):
             sample twice.
         size: number of samples; None = every sample of every data set once (weights must be None).
         names: what messages call the data sets; None = by their numbers.
+        needed: where the data sets cannot fill `size`, so many samples do; None = all of `size`.
 
     Raises:
         DataError: weights that are not above 0, or a size that the data sets cannot fill.
@@ -32,6 +33,7 @@ class BlendedDataset(DelegatingDataset):
         weights: Sequence[float] | None,
         size: int | None,
         names: Sequence[str] | None = None,
+        needed: int | None = None,
     ) -> None:
         self.datasets = tuple(datasets)
         lengths = [len(dataset) for dataset in datasets]
@@ -45,6 +47,11 @@ class BlendedDataset(DelegatingDataset):
             lengths if weights is None else None,
         )
         drawn = np.bincount(self.dataset_index, minlength=len(lengths))
+        if needed is not None and (drawn > lengths).any():
+            # Shares rounded up for each data set make a blend longer than what is asked for.
+            self.dataset_index = self.dataset_index[:needed]
+            self.dataset_sample_index = self.dataset_sample_index[:needed]
+            drawn = np.bincount(self.dataset_index, minlength=len(lengths))
         for number, (count, length) in enumerate(zip(drawn.tolist(), lengths, strict=True)):
             if count > length:
                 name = f"data set {number}" if names is None else names[number]

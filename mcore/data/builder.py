@@ -186,7 +186,7 @@ def _build_split(
         _build_one(prefix, bounds, math.ceil(target * (1 + _SURPLUS)), corpora, options)
         for prefix, target in zip(blend.prefixes, targets, strict=True)
     ]
-    blended = BlendedDataset(datasets, blend.weights, sum(targets), blend.prefixes)
+    blended = BlendedDataset(datasets, blend.weights, sum(targets), blend.prefixes, needed=size)
     drawn = np.bincount(blended.dataset_index[:size], minlength=len(datasets))
     for prefix in (
         prefix for prefix, count in zip(blend.prefixes, drawn, strict=True) if not count

@@ -222,7 +222,8 @@ class IndexedDatasetBuilder:
         """Close and keep the temporary files, for a later builder to `resume`."""
         files, self._files = self._files, None
         for file in files or ():
-            file.close()
+            with contextlib.suppress(OSError):  # a full disk takes no rest; what counts was flushed
+                file.close()
 
     def __enter__(self) -> IndexedDatasetBuilder:
         return self

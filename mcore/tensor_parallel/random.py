@@ -7,7 +7,7 @@ Megatron's; the states belong to the current device, GPU or CPU.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -140,21 +140,21 @@ def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool,
 
         part = scatter_to_tensor_model_parallel_region(first, group)
         return checkpoint(gather_and_run, False, part, *others)
-    saved = _TRACKER.get_states()
-
-    @contextmanager
-    def replay() -> Iterator[None]:
-        current = _TRACKER.get_states()
-        _TRACKER.set_states(saved)
-        try:
-            yield
-        finally:
-            _TRACKER.set_states(current)
-
-    @contextmanager
-    def first_run() -> Iterator[None]:
-        yield
-
+    replay = _Replay(_TRACKER.get_states())
     return torch_checkpoint(
-        function, *args, use_reentrant=False, context_fn=lambda: (first_run(), replay())
+        function, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), replay)
     )
+
+
+class _Replay:
+    """Named states as they were, while it is entered; more than once where a graph is kept."""
+
+    def __init__(self, states: dict[str, Tensor]) -> None:
+        self._states = self._current = states
+
+    def __enter__(self) -> None:
+        self._current = _TRACKER.get_states()
+        _TRACKER.set_states(self._states)
+
+    def __exit__(self, *error: object) -> None:
+        _TRACKER.set_states(self._current)

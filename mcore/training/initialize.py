@@ -215,7 +215,7 @@ def _create_default_group(backend: str, launch: Launch, timeout: timedelta) -> N
     store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
     store.set_timeout(timeout)
     if launch.by_torchrun:
-        store = dist.PrefixStore(meet(store, rank, size), store)
+        store = dist.PrefixStore(meet(store, rank, size, timeout), store)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
 
 

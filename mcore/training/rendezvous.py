@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import time
 import uuid
+from datetime import timedelta
 from typing import Protocol
+
+from mcore.errors import LostPeerError
 
 _POLL_SECONDS = 0.05
 
@@ -27,7 +30,7 @@ class Store(Protocol):
         """Whether all keys are there."""
 
 
-def meet(store: Store, rank: int, size: int) -> str:
+def meet(store: Store, rank: int, size: int, timeout: timedelta) -> str:
     """A name for this start of the job, which no earlier start knew; the same on all ranks.
 
     Rank 0 makes it up and says who answered; a rank that is not among them has read the name of an
@@ -37,6 +40,10 @@ def meet(store: Store, rank: int, size: int) -> str:
         store: the launcher's.
         rank: of this process.
         size: ranks of the job.
+        timeout: how long rank 0 may take; the store's own bounds the waiting for a key.
+
+    Raises:
+        LostPeerError: rank 0 of this start did not come.
     """
     own = uuid.uuid4().hex
     if rank == 0:
@@ -44,10 +51,15 @@ def meet(store: Store, rank: int, size: int) -> str:
         answers = [store.get(f"mcore/{own}/{other}").decode() for other in range(1, size)]
         store.set(f"mcore/{own}/all", " ".join(answers))
         return own
-    while True:
+    deadline = time.monotonic() + timeout.total_seconds()
+    while time.monotonic() < deadline:
         name = store.get("mcore/start").decode()
         store.set(f"mcore/{name}/{rank}", own)
         complete = f"mcore/{name}/all"
         if store.check([complete]) and own in store.get(complete).decode().split():
             return name
         time.sleep(_POLL_SECONDS)
+    raise LostPeerError(
+        f"rank {rank} waited {timeout} for rank 0 of this start of the job, which did not come; "
+        "see its node's log, or give more --distributed-timeout-minutes"
+    )

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mcore.transformer.documents import AttentionMask, PackedDocuments
-from mcore.transformer.dropout import DropoutState, attention_dropout
+from mcore.transformer.dropout import DropoutState, attention_dropout, needed
 
 
 class DotProductAttention(nn.Module):
@@ -61,10 +61,10 @@ class DotProductAttention(nn.Module):
             attention_mask = self._windowed(query, key, attention_mask)
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [b, n, s, d]
         if self.training and self.dropout > 0.0:
-            assert dropout_state is not None
             if isinstance(attention_mask, PackedDocuments):
                 attention_mask = attention_mask.hidden()
-            out = self._spelled_out(q, k, v, attention_mask, dropout_state)
+            state = needed(dropout_state)
+            out = self._spelled_out(q, k, v, attention_mask, state)
         elif isinstance(attention_mask, PackedDocuments):
             out = attention_mask.attend(q, k, v)
         elif attention_mask is None and q.shape[2] in (1, k.shape[2]):

@@ -14,6 +14,8 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
+from mcore.errors import ConfigError
+
 
 class Site(IntEnum):
     """Where in a layer a mask is used; each site has a stream of its own."""
@@ -66,6 +68,20 @@ def dropout(
     counter = rows.view(-1, 1, 1) * hidden + torch.arange(hidden, device=x.device)
     keys = _keys(state, layer, site).to(x.device).view(1, -1, 1)
     return _drop(x, probability, counter, keys)
+
+
+def needed(state: DropoutState | None) -> DropoutState:
+    """The state, where dropout is applied.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if state is None:
+        raise ConfigError(
+            "dropout in training needs a DropoutState, which its masks depend on; give the module "
+            "one as dropout_state, or set hidden_dropout and attention_dropout to 0"
+        )
+    return state
 
 
 def attention_dropout(

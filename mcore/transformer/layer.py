@@ -13,7 +13,7 @@ from mcore.tensor_parallel.mappings import AnyGroup
 from mcore.tensor_parallel.random import checkpoint
 from mcore.transformer.attention import SelfAttention
 from mcore.transformer.documents import AttentionMask
-from mcore.transformer.dropout import DropoutState, Site, dropout
+from mcore.transformer.dropout import DropoutState, Site, dropout, needed
 from mcore.transformer.mlp import MLP
 from mcore.transformer.norm import build_norm, without_keeping
 from mcore.transformer.rotary import RotaryTables
@@ -103,8 +103,12 @@ class TransformerLayer(nn.Module):
     def _drop(self, x: Tensor, state: DropoutState | None, site: Site) -> Tensor:
         if not self.training or self.hidden_dropout == 0.0:
             return x
-        assert state is not None, "dropout needs a DropoutState in training"
         first = self.tp_group.rank * x.shape[0] if self.sequence_parallel else 0
         return dropout(
-            x, self.hidden_dropout, state, layer=self.layer_number, site=site, first_position=first
+            x,
+            self.hidden_dropout,
+            needed(state),
+            layer=self.layer_number,
+            site=site,
+            first_position=first,
         )

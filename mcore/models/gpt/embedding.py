@@ -11,7 +11,7 @@ from mcore.errors import ShapeError
 from mcore.tensor_parallel.layers import VocabParallelEmbedding
 from mcore.topology.group import Group
 from mcore.topology.param_sharding import replicated_sharding, set_sharding
-from mcore.transformer.dropout import DropoutState, Site, dropout
+from mcore.transformer.dropout import DropoutState, Site, dropout, needed
 from mcore.transformer.initialization import normal
 
 
@@ -97,11 +97,10 @@ class LanguageModelEmbedding(nn.Module):
             hidden_states = hidden_states + self._positions(position_ids, length, first, own)
         hidden_states = hidden_states.to(self.residual_dtype)
         if self.training and self.hidden_dropout > 0.0:
-            assert dropout_state is not None, "dropout needs a DropoutState in training"
             hidden_states = dropout(
                 hidden_states,
                 self.hidden_dropout,
-                dropout_state,
+                needed(dropout_state),
                 layer=0,
                 site=Site.EMBEDDING,
                 first_position=first,

@@ -148,3 +148,18 @@ def test_a_blend_never_reads_past_the_end():
         BlendedDataset([Numbers("a", 3)], [1.0], None)
     with pytest.raises(DataError, match="2 weights"):
         BlendedDataset([Numbers("a", 3)], [1.0, 2.0], 3)
+
+
+def test_shares_rounded_up_do_not_make_a_blend_that_cannot_be_filled():
+    """One large corpus and 99 small ones: 10 samples are wanted, the rounded shares sum to 109."""
+    lengths, weights = [50, *[2] * 99], [0.901, *[0.001] * 99]
+    corpora = [list(range(length)) for length in lengths]
+    with pytest.raises(DataError, match="draws 9[0-9] from data set 0, which holds 50"):
+        BlendedDataset(corpora, weights, 109)
+    blend = BlendedDataset(corpora, weights, 109, needed=10)
+    assert len(blend) == 10
+    assert as_lists((blend.dataset_index, blend.dataset_sample_index)) == one_by_one(weights, 10)
+    assert (
+        len(BlendedDataset([*corpora[1:], list(range(200))], [*weights[1:], 0.9], 109, needed=10))
+        == 109
+    )

@@ -273,3 +273,14 @@ def test_merged_pointers_pass_2_to_the_31(tmp_path, monkeypatch):
     data = IndexedDataset(str(tmp_path / "all"))
     assert data.sequence_pointers.tolist() == [0, 2400000000, 2400000006, 4800000006]
     assert data.document_indices.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_a_full_disk_leaves_no_temporary_files(tmp_path):
+    """What the buffer still holds cannot be written when the files are closed, either."""
+    builder = IndexedDatasetBuilder(str(tmp_path / "full.bin"), np.int32)
+    assert builder._files is not None
+    builder._files[0].close()
+    builder._files[0] = Path("/dev/full").open("wb")  # noqa: SIM115  (the builder closes it)
+    builder.add_document([1, 2, 3], [3])
+    builder.discard()
+    assert not list(tmp_path.iterdir())

@@ -148,3 +148,20 @@ def test_distributed_activations_change_no_number():
         torch.testing.assert_close(y, (2 * x).pow(3))
         torch.testing.assert_close(grad, 24 * x.pow(2))
         assert saved == [4]  # half of the input
+
+
+def test_a_kept_graph_is_replayed_twice():
+    model_parallel_cuda_manual_seed(3)
+    tracker = get_cuda_rng_tracker()
+
+    def drop(x):
+        with tracker.fork():
+            return F.dropout(x * x, 0.5)
+
+    x = torch.arange(1.0, 65.0, requires_grad=True)
+    y = checkpoint(drop, False, x)
+    once = torch.autograd.grad(y.sum(), x, retain_graph=True)
+    state = torch.get_rng_state()
+    assert torch.equal(torch.autograd.grad(y.sum(), x)[0], once[0])
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal((once[0] != 0), y != 0)

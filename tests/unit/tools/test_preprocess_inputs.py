@@ -81,6 +81,19 @@ class TestKindsOfInput:
         source.write_bytes(zstandard.compress(b'{"text": "abc"}\n')[:9] + b"\0" * 20)
         assert f"{source}, line 1: cannot be read" in run_failing(tmp_path, capsys, source, *BYTES)
 
+    @pytest.mark.parametrize("skip", [[], ["--on-bad-line", "skip"]])
+    @pytest.mark.parametrize("name", ["in.jsonl.zst", "in.txt.zst"])
+    def test_zstandard_that_is_cut_short(self, tmp_path, capsys, plain, name, skip):
+        """The library's own reader ends there without a word."""
+        zstandard = pytest.importorskip("zstandard")
+        source = tmp_path / name
+        frame = zstandard.compress(plain[0])
+        source.write_bytes(frame + frame[:-3])
+        (tmp_path / "here").mkdir()
+        error = run_failing(tmp_path / "here", capsys, source, *BYTES, *skip)
+        assert f"{source}, line" in error
+        assert "cut short" in error
+
     def test_parquet(self, tmp_path, plain):
         parquet = pytest.importorskip("pyarrow.parquet")
         pyarrow = pytest.importorskip("pyarrow")
@@ -155,6 +168,12 @@ class TestFaultyRecords:
 
 
 class TestSentences:
+    @pytest.mark.parametrize("run", [" ", ".", "\n", "\t \n"])
+    def test_long_runs_cost_their_length_only(self, run):
+        """Tried at every place of the run, this would take minutes."""
+        text = f"One.{run * 200_000}x two."
+        assert "".join(split_by_rule(text, keep_newlines=True)) == text
+
     @pytest.mark.parametrize(
         ("text", "sentences"),
         [

@@ -41,6 +41,11 @@ def large_result(mark):
     return bytes(64 << 20)
 
 
+class Unreadable:
+    def __reduce__(self):
+        return int, ("no number",)
+
+
 def end_at_three(number):
     if number == 3:
         os._exit(9)
@@ -73,6 +78,20 @@ def test_the_first_fault_in_order_is_raised_after_the_results_before_it():
     assert [next(results), next(results)] == [(0, 0), (2, 2)]
     with pytest.raises(DataError, match="5 is odd"):
         next(results)
+
+
+def test_a_fault_of_the_items_is_raised_after_the_results_before_it():
+    def items():
+        yield from (0, 2, 5)
+        raise DataError("the input ends")
+
+    with pytest.raises(DataError, match="5 is odd"):
+        list(map_in_order(refuse_odd, items(), 2, nothing))
+
+
+def test_an_item_that_a_worker_cannot_hold_ends_the_run():
+    with pytest.raises(WorkerLostError):
+        list(map_in_order(operator.neg, iter([Unreadable()]), 1, nothing))
 
 
 def test_another_fault_shows_where_it_was():

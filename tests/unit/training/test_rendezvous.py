@@ -1,8 +1,11 @@
 import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
+import pytest
 import torch.distributed as dist
 
+from mcore.errors import LostPeerError
 from mcore.training.rendezvous import meet
 
 
@@ -11,7 +14,7 @@ def start(store, order, size=4):
     with ThreadPoolExecutor(size) as pool:
         futures = {}
         for rank in order:
-            futures[rank] = pool.submit(meet, store, rank, size)
+            futures[rank] = pool.submit(meet, store, rank, size, timedelta(seconds=20))
             time.sleep(0.02)
         return {futures[rank].result(timeout=20) for rank in order}
 
@@ -34,3 +37,10 @@ def test_an_earlier_start_that_never_met_is_forgotten():
 
 def test_one_rank_meets_itself():
     assert len(start(dist.HashStore(), [0], size=1)) == 1
+
+
+def test_a_rank_whose_first_rank_never_comes_says_so():
+    store = dist.HashStore()
+    store.set("mcore/start", "dead")
+    with pytest.raises(LostPeerError, match="rank 1 waited 0:00:00.200000 for rank 0"):
+        meet(store, 1, 2, timedelta(seconds=0.2))

@@ -4,7 +4,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from mcore.config.transformer import TransformerConfig
+from mcore.errors import ConfigError
 from mcore.transformer.dropout import DropoutState, Site, attention_dropout, dropout
+from mcore.transformer.layer import TransformerLayer
 
 STATE = DropoutState(seed=1234, iteration=7, sample_index=torch.tensor([40, 41]))
 SHAPE = (64, 2, 96)
@@ -103,3 +106,11 @@ def test_no_random_state_is_used():
 def test_probability_zero_is_the_identity():
     x = torch.randn(4, 2, 8)
     assert dropout(x, 0.0, STATE, layer=0, site=Site.EMBEDDING) is x
+
+
+@pytest.mark.parametrize("site", ["hidden_dropout", "attention_dropout"])
+def test_a_layer_without_a_state_says_what_it_needs(site):
+    rates = {"hidden_dropout": 0.0, "attention_dropout": 0.0, site: 0.1}
+    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, **rates)
+    with pytest.raises(ConfigError, match="needs a DropoutState"):
+        TransformerLayer(config)(torch.zeros(3, 1, 8))
