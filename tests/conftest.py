@@ -11,9 +11,10 @@ import pytest
 RANKS = Path(__file__).parent / "equivalence"
 
 
-@pytest.hookimpl(tryfirst=True)
+def pytest_itemcollected(item: pytest.Item) -> None:
+    is_ranks = RANKS in item.path.parents
+    item.add_marker(pytest.mark.xdist_group("ranks" if is_ranks else str(item.path)))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        lane = "ranks" if RANKS in item.path.parents else str(item.path)
-        item.add_marker(pytest.mark.xdist_group(lane))
     items.sort(key=lambda item: RANKS not in item.path.parents)  # the longest lane starts first
