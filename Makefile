@@ -44,7 +44,7 @@ docs: env ## write the generated pages
 	$(BIN)/python -m tools.flags_page docs/flags.md
 
 test: env ## the test suite, under 15 minutes on 2 cores; the architecture's own tests are among the checks
-	$(RUN_TESTS) -n 2 --dist loadgroup --no-loadscope-reorder -m 'not full and not gpu' --ignore tests/unit/test_architecture.py
+	$(RUN_TESTS) -n 2 --dist loadscope --no-loadscope-reorder -m 'not full and not gpu' --ignore tests/unit/test_architecture.py
 
 test-full: env ## every layout of every matrix
 	$(RUN_TESTS) -m 'not gpu'
