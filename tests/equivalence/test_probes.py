@@ -34,7 +34,7 @@ PROBES = [
     ("--ffn-hidden-size 20", "lm_loss", ""),
     ("--normalization RMSNorm", "lm_loss", ""),
     ("--norm-epsilon 0.1", "lm_loss", ""),
-    ("--swiglu", "lm_loss", ""),
+    ("--swiglu", "lm_loss", "--ffn-hidden-size 64"),
     ("--openai-gelu", "grad_norm", "--init-method-std 1"),
     ("--no-bias-linear", "grad_norm", ""),
     ("--add-qkv-bias", "grad_norm", "--no-bias-linear"),

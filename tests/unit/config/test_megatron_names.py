@@ -11,7 +11,7 @@ from mcore.errors import ConfigError
 from mcore.model_parallel_config import ModelParallelConfig
 from mcore.transformer.transformer_config import TransformerConfig
 
-SIZES = {"num_layers": 2, "hidden_size": 12, "num_attention_heads": 4}
+SIZES = {"num_layers": 2, "hidden_size": 24, "num_attention_heads": 4}
 
 
 def test_what_says_nothing_new_is_accepted():

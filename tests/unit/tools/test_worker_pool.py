@@ -14,10 +14,11 @@ from tools.worker_pool import TASKS_IN_FLIGHT, WorkerLostError, map_in_order
 
 
 @pytest.fixture(autouse=True)
-def _hard_timeout():
+def before():
+    """A hard limit of time, and the processes that other tests have left at work."""
     signal.signal(signal.SIGALRM, signal.default_int_handler)
     signal.alarm(60)
-    yield
+    yield set(multiprocessing.active_children())
     signal.alarm(0)
 
 
@@ -52,21 +53,21 @@ def end_at_three(number):
     return number
 
 
-def test_results_come_in_the_order_of_the_items_and_of_every_process():
+def test_results_come_in_the_order_of_the_items_and_of_every_process(before):
     times = [0.3, *[0.01] * 20]
     found = list(map_in_order(wait_a_while, iter(times), 2, nothing))
     assert [item for item, _ in found] == times
     assert len({pid for _, pid in found}) == 2
-    assert not multiprocessing.active_children()
+    assert set(multiprocessing.active_children()) <= before
 
 
-def test_few_items_are_taken_ahead():
+def test_few_items_are_taken_ahead(before):
     taken = iter(range(1_000))
     results = map_in_order(operator.neg, taken, 2, nothing)
     assert next(results) == (0, 0)
     assert next(taken) == TASKS_IN_FLIGHT * 2
     results.close()
-    assert not multiprocessing.active_children()
+    assert set(multiprocessing.active_children()) <= before
 
 
 def test_no_items():
@@ -104,7 +105,7 @@ def test_a_worker_that_ends_is_told():
         list(map_in_order(end_at_three, iter(range(8)), 2, nothing))
 
 
-def test_a_worker_killed_in_the_middle_of_a_result_is_told(tmp_path):
+def test_a_worker_killed_in_the_middle_of_a_result_is_told(tmp_path, before):
     """Nobody waits for the rest of what it was about to send."""
 
     def items():
@@ -112,7 +113,7 @@ def test_a_worker_killed_in_the_middle_of_a_result_is_told(tmp_path):
         while not (tmp_path / "at_work").exists():
             time.sleep(0.01)
         time.sleep(0.5)  # it is sending now, far more than a pipe holds
-        (worker,) = multiprocessing.active_children()
+        (worker,) = set(multiprocessing.active_children()) - before
         assert worker.pid is not None
         os.kill(worker.pid, signal.SIGKILL)
         yield tmp_path / "more"
