@@ -46,7 +46,9 @@ def run_ranks(
     shared.update(environment)
     started = [
         subprocess.Popen(
-            [python, *command], env={**shared, "RANK": str(rank)}, stdout=subprocess.DEVNULL
+            [python, *command],
+            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.DEVNULL,
         )
         for rank in range(ranks)
     ]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import subprocess
 import sys
 from pathlib import Path
 
@@ -49,14 +50,22 @@ def main() -> None:
         if options.only in row[0] and (options.deepspeed_python or "DeepSpeed" not in row[0])
     ]
     found: dict[str, list[dict]] = {name: [] for name, _, _ in rows}
+    failed: list[str] = []
     for _ in range(options.rounds):
         for name, script, arguments in rows:
             python = options.deepspeed_python if "DeepSpeed" in name else sys.executable
-            found[name].append(run_row(script, arguments, PROCESSES, options, python))
-            print(name, found[name][-1], file=sys.stderr, flush=True)
+            try:
+                found[name].append(run_row(script, arguments, PROCESSES, options, python))
+            except (SystemExit, subprocess.TimeoutExpired) as error:
+                failed.append(f"{name}: {error}")
+                print(failed[-1], file=sys.stderr, flush=True)
+            else:
+                print(name, found[name][-1], file=sys.stderr, flush=True)
     tokens = WORKLOADS[options.size].tokens
     print(f"{options.size}: tokens/s median (best step) | CPU s a step | peak MiB a rank | loss")
     for name, results in found.items():
+        if not results:
+            continue
         wall = [seconds for result in results for seconds in result["wall"]]
         cpu = statistics.median(result["cpu"] for result in results)
         peak = max(result["peak"] for result in results)
@@ -65,6 +74,8 @@ def main() -> None:
             f"({tokens / min(wall):,.0f}) | {cpu:.2f} | {peak:,.0f} | {results[-1]['loss']:.4f}",
             flush=True,
         )
+    if failed:
+        sys.exit("\n".join(failed))
 
 
 if __name__ == "__main__":
