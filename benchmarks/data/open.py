@@ -16,6 +16,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any, Literal
@@ -55,10 +56,30 @@ def make_corpus(prefix: Path, documents: int) -> None:
         file.write(tokens.tobytes())
 
 
-def peak_bytes() -> int:
-    """Largest resident memory of this process so far that is its own, not the mapped files'."""
-    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return (int(fields["VmHWM"].split()[0]) - int(fields["RssFile"].split()[0])) * 1024
+class OwnMemory(threading.Thread):
+    """Largest resident memory of this process beyond its start, the pages of mapped files left out.
+
+    Read every few milliseconds, since the system keeps the peak of both together only.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.start_bytes = self.peak_bytes = self._resident()
+        self._is_over = threading.Event()
+
+    def run(self) -> None:
+        while not self._is_over.wait(0.003):
+            self.peak_bytes = max(self.peak_bytes, self._resident())
+
+    def stop(self) -> int:
+        self._is_over.set()
+        self.join()
+        return self.peak_bytes - self.start_bytes
+
+    @staticmethod
+    def _resident() -> int:
+        status = Path("/proc/self/status").read_text()
+        return int(status.split("RssAnon:")[1].split()[0]) * 1024
 
 
 def open_as_training_does(
@@ -81,7 +102,9 @@ def num_samples(prefix: str, seq_length: int, epochs: int) -> int:
 def measure(row: str, prefix: str, args: argparse.Namespace) -> dict[str, Any]:
     """From nothing to the first sample, which is when the stable order deals a blend's draws."""
     samples = num_samples(prefix, args.seq_length, args.epochs)
-    before, start, cpu = peak_bytes(), time.perf_counter(), time.process_time()
+    memory = OwnMemory()
+    memory.start()
+    start, cpu = time.perf_counter(), time.process_time()
     if row == "numpy shuffles":
         generator = np.random.RandomState(1234)
         documents = np.tile(np.arange(args.documents, dtype=np.int32), args.epochs)
@@ -91,7 +114,7 @@ def measure(row: str, prefix: str, args: argparse.Namespace) -> dict[str, Any]:
         chosen = next(order for order in ORDERS if row == f"{order} order")
         open_as_training_does(prefix, samples, args.seq_length, chosen, {})[0]
     seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
-    megabytes = (peak_bytes() - before) / 2**20
+    megabytes = memory.stop() / 2**20
     return {"row": row, "seconds": round(seconds, 3), "cpu": round(cpu, 3), "MiB": round(megabytes)}
 
 
