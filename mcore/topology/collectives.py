@@ -1,9 +1,9 @@
 """Collectives over a `Group`, without autograd.
 
 No function changes its input unless its name ends in `_`. Groups of one rank never communicate.
-What a backend lacks or does slowly is settled here and nowhere else: gloo's own all-gather and
-reduce-scatter move bytes several times slower than its point-to-point messages, so on gloo they are
-built from those.
+What a backend lacks or does slowly is settled here and nowhere else: gloo's own reduce-scatter is
+an all-reduce and more, so on gloo an all-to-all and a sum take its place, and small all-gathers are
+all-to-alls as well; large ones are point-to-point messages, which need no copies.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from torch import Tensor
 from mcore.errors import LostPeerError, ShapeError
 from mcore.topology.group import Group
 
+#: Bytes of the result up to which an all-gather over gloo is an all-to-all of copies.
+_SMALL = 1 << 20
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
@@ -120,11 +122,7 @@ def start_all_gather_along_dim(x: Tensor, dim: int, group: Group) -> Pending:
         return Pending([], lambda: x)
     x = x.contiguous()
     gathered = x.new_empty((group.size, *x.shape))
-    if _is_gloo(group):
-        works = _exchange([x] * group.size, list(gathered), group)
-        gathered[group.rank].copy_(x)
-    else:
-        works = [_all_gather_single(gathered, x, group)]
+    works = _start_all_gather(gathered, x, group)
     return Pending(works, lambda: _join(gathered, dim), group)
 
 
@@ -148,16 +146,14 @@ def start_reduce_scatter_along_dim(x: Tensor, dim: int, group: Group) -> Pending
             f"dimension {dim} of {list(x.shape)} must be divisible by the size of group "
             f"{group.name} ({group.size}, ranks {list(group.ranks)})"
         )
-    slices = [part.contiguous() for part in x.chunk(group.size, dim)]
+    stacked = _stack(x, dim, group.size)
     if _is_gloo(group):
-        received = slices[0].new_empty((group.size, *slices[0].shape))
-        works = _exchange(slices, list(received), group)
-        received[group.rank].copy_(slices[group.rank])
-        return Pending(works, lambda: _sum_in_rank_order(received), group)
-    output = torch.empty_like(slices[0])
-    stacked = slices[0].new_empty((group.size, *slices[0].shape))
-    torch.stack(slices, out=stacked)
-    return Pending([_reduce_scatter_single(output, stacked, group)], lambda: output, group)
+        received = torch.empty_like(stacked)
+        work = _all_to_all(received, stacked, group)
+        return Pending([work], lambda: _sum_in_rank_order(received), group)
+    output = torch.empty_like(stacked[0])
+    work = _reduce_scatter_single(output, stacked.flatten(0, 1), group)
+    return Pending([work], lambda: output, group)
 
 
 def reduce_scatter_along_dim(x: Tensor, dim: int, group: Group) -> Tensor:
@@ -177,13 +173,8 @@ def start_all_gather_into_(buffer: Tensor, group: Group) -> Pending:
     """
     if group.size == 1:
         return Pending([], lambda: buffer)
-    parts = list(buffer.view(group.size, -1))
-    if _is_gloo(group):
-        works = _exchange([parts[group.rank]] * group.size, parts, group)
-        return Pending(works, lambda: buffer, group)
-    gather = dist.__dict__.get("all_gather_single") or dist.all_gather_into_tensor
-    work = gather(buffer, parts[group.rank], group=group.handle, async_op=True)
-    return Pending([work], lambda: buffer, group)
+    parts = buffer.view(group.size, -1)
+    return Pending(_start_all_gather(parts, parts[group.rank], group), lambda: buffer, group)
 
 
 def start_reduce_scatter_into_(buffer: Tensor, group: Group) -> Pending:
@@ -200,21 +191,13 @@ def start_reduce_scatter_into_(buffer: Tensor, group: Group) -> Pending:
     """
     if group.size == 1:
         return Pending([], lambda: buffer)
-    parts = list(buffer.view(group.size, -1))
-    own: Tensor = parts[group.rank]
+    parts = buffer.view(group.size, -1)
+    own = parts[group.rank]
     if _is_gloo(group):
-        received = own.new_empty((group.size, own.numel()))
-        works = _exchange(parts, list(received), group)
-
-        def finish() -> Tensor:
-            received[group.rank].copy_(own)
-            own.copy_(_sum_in_rank_order(received))
-            return own
-
-        return Pending(works, finish, group)
-    scatter = dist.__dict__.get("reduce_scatter_single") or dist.reduce_scatter_tensor
-    work = scatter(own, buffer, group=group.handle, async_op=True)
-    return Pending([work], lambda: own, group)
+        received = torch.empty_like(parts)
+        work = _all_to_all(received, parts, group)
+        return Pending([work], lambda: own.copy_(_sum_in_rank_order(received)), group)
+    return Pending([_reduce_scatter_single(own, buffer, group)], lambda: own, group)
 
 
 def broadcast_(x: Tensor, group: Group, src: int = 0) -> Tensor:
@@ -260,15 +243,33 @@ def _is_gloo(group: Group) -> bool:
     return str(dist.get_backend(group.handle)) == "gloo"
 
 
-def _exchange(outgoing: list[Tensor], incoming: list[Tensor], group: Group) -> list[_Work]:
-    """Send `outgoing[i]` to member i and receive member i's message into `incoming[i]`."""
+def _start_all_gather(parts: Tensor, own: Tensor, group: Group) -> list[_Work]:
+    """Fill `parts` ([group's size, ...]) with every member's `own`, which may lie in it already."""
+    if not _is_gloo(group):
+        return [_all_gather_single(parts.flatten(0, 1), own, group)]
+    if parts.numel() * parts.element_size() <= _SMALL:
+        return [_all_to_all(parts, own.expand(parts.shape).contiguous(), group)]
     works: list[_Work | None] = []
     for step in range(1, group.size):
         source, target = (group.rank - step) % group.size, (group.rank + step) % group.size
         with _naming_lost_peers(group):
-            works.append(dist.irecv(incoming[source], src=group.ranks[source], group=group.handle))
-            works.append(dist.isend(outgoing[target], dst=group.ranks[target], group=group.handle))
+            works.append(dist.irecv(parts[source], src=group.ranks[source], group=group.handle))
+            works.append(dist.isend(own, dst=group.ranks[target], group=group.handle))
+    parts[group.rank].copy_(own)
     return [work for work in works if work is not None]
+
+
+def _all_to_all(received: Tensor, stacked: Tensor, group: Group) -> _Work:
+    """Member i's `stacked[this rank]` comes into `received[i]`."""
+    work: _Work = dist.all_to_all_single(received, stacked, group=group.handle, async_op=True)
+    return work
+
+
+def _stack(x: Tensor, dim: int, count: int) -> Tensor:
+    """Slices of `x` along `dim` one after another, [count, ...]; no copy where they lie so."""
+    if dim == 0:
+        return x.contiguous().unflatten(0, (count, -1))
+    return torch.stack(x.chunk(count, dim))
 
 
 def _sum_in_rank_order(received: Tensor) -> Tensor:
@@ -286,14 +287,16 @@ def _join(gathered: Tensor, dim: int) -> Tensor:
     return torch.cat(gathered.unbind(0), dim=dim)
 
 
+# torch 2.13 renames both of these; either spelling takes these arguments.
+
+
 def _all_gather_single(output: Tensor, x: Tensor, group: Group) -> _Work:
-    # torch 2.13 renames all_gather_into_tensor; both spellings take these arguments.
     gather = dist.__dict__.get("all_gather_single") or dist.all_gather_into_tensor
-    work: _Work = gather(output.flatten(0, 1), x, group=group.handle, async_op=True)
+    work: _Work = gather(output, x, group=group.handle, async_op=True)
     return work
 
 
-def _reduce_scatter_single(output: Tensor, stacked: Tensor, group: Group) -> _Work:
+def _reduce_scatter_single(output: Tensor, x: Tensor, group: Group) -> _Work:
     scatter = dist.__dict__.get("reduce_scatter_single") or dist.reduce_scatter_tensor
-    work: _Work = scatter(output, stacked.flatten(0, 1), group=group.handle, async_op=True)
+    work: _Work = scatter(output, x, group=group.handle, async_op=True)
     return work

@@ -157,7 +157,7 @@ def test_every_rank_leaves_when_one_fails(corpus, tmp_path, case):
 def test_every_rank_leaves_when_one_stands_still(corpus, tmp_path):
     words = command(corpus, 50, "--device cpu --distributed-timeout-minutes 1", *Layout(pp=2).flags)
     failing = [*misfortune("stop", 1, 5, tmp_path, seconds=8), *words]
-    said, _ = run_ranks(failing, 2, tmp_path, 8 + 5, stopped=1)
+    said, _ = run_ranks(failing, 2, tmp_path, 8 + 15, stopped=1)
     assert re.search(LOST.format(1), said)
     assert len(errors(said)) == 1
 

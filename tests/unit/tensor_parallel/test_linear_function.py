@@ -59,7 +59,7 @@ def _call_log():
         return mock.patch.object(dist, name, call)
 
     with contextlib.ExitStack() as stack:
-        for name in ("all_reduce", "isend", "irecv"):
+        for name in ("all_reduce", "all_to_all_single"):
             stack.enter_context(logged(name))
         stack.enter_context(_Products(log))
         yield log
@@ -93,19 +93,15 @@ def test_all_reduce_of_dx_runs_while_dw_is_computed(with_bias):
 
 
 def test_sequence_parallel_gather_and_reduce_scatter_run_behind_products():
-    # At two gloo ranks a gather, and a reduce-scatter, is one message each way.
+    # Over gloo a small gather, and a reduce-scatter, is an all-to-all.
     for log in run_at(2, _backward_log, True, True):
         assert log == [
-            ("start", "irecv 0"),  # the input is gathered again ...
-            ("start", "isend 1"),
+            ("start", "all_to_all_single 0"),  # the input is gathered again ...
             DGRAD,  # ... behind the product for dx
-            ("start", "irecv 2"),  # dx is reduce-scattered ...
-            ("start", "isend 3"),
-            ("wait", "irecv 0"),
-            ("wait", "isend 1"),
+            ("start", "all_to_all_single 1"),  # dx is reduce-scattered ...
+            ("wait", "all_to_all_single 0"),
             WGRAD,  # ... behind the product for dW
-            ("wait", "irecv 2"),
-            ("wait", "isend 3"),
+            ("wait", "all_to_all_single 1"),
         ]
 
 

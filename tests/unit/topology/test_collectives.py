@@ -63,6 +63,24 @@ def test_ways_agree_and_ranks_hold_the_same_bits():
     assert all(torch.equal(result, results[0]) for result in results)
 
 
+def _gather_of(numbers):
+    group = parallel_state.initialize_model_parallel(3).tp
+    buffer = torch.zeros(3, numbers, dtype=torch.int64)
+    buffer[group.rank] = torch.arange(numbers) * (group.rank + 1)
+    gathered = collectives.all_gather_along_dim(buffer[group.rank].clone(), 0, group)
+    collectives.start_all_gather_into_(buffer.view(-1), group).wait()
+    return gathered, buffer
+
+
+@pytest.mark.parametrize("numbers", [0, 1, 5, 50_000])
+def test_a_gather_of_any_size(numbers):
+    """Copies to all below some size, messages above it: 3 x 50,000 numbers are 1.2 MB."""
+    wanted = torch.stack([torch.arange(numbers) * (rank + 1) for rank in range(3)])
+    for gathered, buffer in run_distributed(_gather_of, 3, numbers):
+        assert torch.equal(gathered.view(3, -1), wanted)
+        assert torch.equal(buffer, wanted)
+
+
 def _indivisible():
     group = parallel_state.initialize_model_parallel(2).tp
     collectives.reduce_scatter_along_dim(torch.ones(3), 0, group)
