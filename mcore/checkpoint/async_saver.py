@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -54,18 +55,25 @@ class AsyncSaver:
     Args:
         group: ranks that save together; None = all ranks of the job, or this process alone where
             torch.distributed is not initialised.
+        timeout: how long a rank waits for the others; torch's default when None.
 
     Comm: creates two process groups; every rank of the job has to construct it.
     """
 
-    def __init__(self, group: Group | dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        group: Group | dist.ProcessGroup | None = None,
+        *,
+        timeout: timedelta | None = None,
+    ) -> None:
         handle = process_group(group)
         self._writing: dist.ProcessGroup | None = None  # the thread's alone
         self._watching: dist.ProcessGroup | None = None  # the caller's alone
         if handle is not None:
             ranks = dist.get_process_group_ranks(handle)
-            self._writing = dist.new_group(ranks, backend="gloo")
-            self._watching = dist.new_group(ranks, backend="gloo")
+            self._writing, self._watching = (
+                dist.new_group(ranks, timeout, backend="gloo") for _ in range(2)
+            )
         self._staging = Staging()
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None

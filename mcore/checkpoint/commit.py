@@ -17,6 +17,11 @@ from mcore.errors import CheckpointError, DamagedCheckpointError
 METADATA_NAME = "metadata.json"
 REPLACED_NAME = f".{METADATA_NAME}.replaced"
 POINTER_NAME = "latest_checkpointed_iteration.txt"
+#: What shards are called; anything else in the directory of an iteration is somebody's own.
+SHARD_PATTERN = "shard_[0-9]*.*.safetensors"
+#: A folder of `torch.distributed.checkpoint` has this file and, as Megatron-LM writes it, a
+#: `metadata.json` that is none of ours.
+_FOREIGN_NAME = ".metadata"
 _ITERATION = re.compile(r"iter_([0-9]{7,})")
 
 
@@ -25,28 +30,29 @@ def iteration_directory(root: str | os.PathLike[str], iteration: int) -> Path:
     return Path(root) / f"iter_{iteration:07d}"
 
 
+def is_foreign(directory: Path) -> bool:
+    """Whether the directory of an iteration holds a checkpoint that another program wrote."""
+    return (directory / _FOREIGN_NAME).exists()
+
+
 def complete_iterations(root: str | os.PathLike[str]) -> list[int]:
-    """Iterations of a save root that were written to the end, ascending."""
-    if not Path(root).is_dir():
-        return []
-    found = []
-    for entry in Path(root).iterdir():
-        match = _ITERATION.fullmatch(entry.name)
-        if match and (entry / METADATA_NAME).is_file():
-            found.append(int(match.group(1)))
-    return sorted(found)
+    """Iterations of a save root that were written to the end, ascending; those of others not."""
+    return [n for n, entry in _iterations(root) if (entry / METADATA_NAME).is_file()]
 
 
 def unfinished_iterations(root: str | os.PathLike[str]) -> list[int]:
     """Iterations of a save root whose saving died or is still under way, ascending."""
+    return [n for n, entry in _iterations(root) if not (entry / METADATA_NAME).is_file()]
+
+
+def _iterations(root: str | os.PathLike[str]) -> list[tuple[int, Path]]:
+    """Directories of iterations that no other program wrote, by number."""
     if not Path(root).is_dir():
         return []
     return sorted(
-        int(match.group(1))
+        (int(match.group(1)), entry)
         for entry in Path(root).iterdir()
-        if (match := _ITERATION.fullmatch(entry.name))
-        and entry.is_dir()
-        and not (entry / METADATA_NAME).is_file()
+        if (match := _ITERATION.fullmatch(entry.name)) and entry.is_dir() and not is_foreign(entry)
     )
 
 
@@ -141,7 +147,7 @@ def delete_leftovers(directory: Path, shards: Collection[str]) -> None:
     """Delete the shards of saves that died or were replaced; `shards` are those in use."""
     for name in (REPLACED_NAME, temporary_name(REPLACED_NAME)):
         (directory / name).unlink(missing_ok=True)
-    for entry in directory.glob("*.safetensors"):
+    for entry in directory.glob(SHARD_PATTERN):
         if entry.name not in shards:
             entry.unlink(missing_ok=True)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from mcore.checkpoint.commit import (
     METADATA_NAME,
     REPLACED_NAME,
+    SHARD_PATTERN,
     complete_iterations,
     iteration_directory,
     temporary_name,
@@ -47,8 +48,11 @@ class Retention:
         ]
 
     def leaves_one(self, root: Path, saved: int) -> bool:
-        """Whether `apply` will delete checkpoints until that of `saved` is the only one."""
-        iterations = complete_iterations(root)
+        """Whether `apply` will delete checkpoints until that of `saved` is the only one.
+
+        Those beyond `saved` do not count: a run may have left them because they are damaged.
+        """
+        iterations = [number for number in complete_iterations(root) if number <= saved]
         doomed = self.doomed(iterations, saved)
         return bool(doomed) and len(iterations) - len(doomed) == 1
 
@@ -88,7 +92,7 @@ def _delete(directory: Path) -> None:
         names.update(read_metadata(directory).files)
     (directory / METADATA_NAME).unlink(missing_ok=True)
     for entry in directory.iterdir():
-        ours = entry.name in names or entry.match("shard_[0-9]*.*.safetensors")
+        ours = entry.name in names or entry.match(SHARD_PATTERN)
         if ours and not entry.is_symlink():
             entry.unlink(missing_ok=True)
     for name in (REPLACED_NAME, *map(temporary_name, (METADATA_NAME, REPLACED_NAME))):

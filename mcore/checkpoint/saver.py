@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from mcore.checkpoint.commit import (
     delete_leftovers,
     discard,
+    is_foreign,
     iteration_directory,
     make_directory,
     point_to,
@@ -74,7 +75,8 @@ def save(
 
     Raises:
         CheckpointError: on every rank, when it fails on one: what cannot be stored, elements that
-            no rank or two ranks hold, a full or vanished disk.
+            no rank or two ranks hold, a directory with another program's checkpoint, a full or
+            vanished disk.
     """
     handle = process_group(group)
     directory = iteration_directory(root, iteration)
@@ -83,6 +85,11 @@ def save(
     def prepare() -> str:
         state.update(_checked_state(tensors, common, rank_local))
         if rank_in(handle) == 0:
+            if is_foreign(directory):
+                raise CheckpointError(
+                    f"{directory} holds a checkpoint of another program; move it away or save to "
+                    "another directory"
+                )
             make_directory(directory)
         return secrets.token_hex(4)
 

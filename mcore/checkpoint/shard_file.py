@@ -65,10 +65,13 @@ def write_shard(
         The record of the file and those of its boxes, in the order of `items`.
 
     Raises:
-        OSError: the disk is full, or the like; the unfinished file is deleted.
+        OSError: the disk is full, or the like; the unfinished file is deleted, one that is in the
+            way is not.
     """
     try:
         return _write(path, items, _header(items, remarks or {}))
+    except FileExistsError:  # somebody else's
+        raise
     except BaseException:
         path.unlink(missing_ok=True)
         raise

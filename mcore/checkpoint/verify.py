@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore.checkpoint.checksum import crc32
+from mcore.checkpoint.commit import SHARD_PATTERN
 from mcore.checkpoint.metadata import DTYPE_NAMES, CheckpointMetadata, ChunkRecord
 from mcore.checkpoint.reader import read_metadata
 from mcore.errors import CheckpointError
@@ -59,7 +60,7 @@ def verify_file(directory: Path, metadata: CheckpointMetadata, name: str) -> lis
 def leftovers(directory: Path, metadata: CheckpointMetadata) -> list[str]:
     """Shards in the directory that belong to saves that died; harmless."""
     return sorted(
-        entry.name for entry in directory.glob("*.safetensors") if entry.name not in metadata.files
+        entry.name for entry in directory.glob(SHARD_PATTERN) if entry.name not in metadata.files
     )
 
 

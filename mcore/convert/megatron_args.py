@@ -21,6 +21,16 @@ _UNUSED = {
     "normalization_before_bias": False,
     "qk_clip": False,
     "is_hybrid_model": False,
+    # These change what is computed and no shape, so nothing else would tell.
+    "no_rope_freq": None,
+    "qk_l2_norm": False,
+    "softmax_type": "vanilla",
+    "softmax_scale": None,
+    "quick_geglu": False,
+    "glu_linear_offset": 0.0,
+    "activation_func_clamp_value": None,
+    "layernorm_zero_centered_gamma": False,
+    "use_mup": False,
 }
 
 
@@ -56,7 +66,7 @@ def _named(values: Mapping[str, Any], vocab_size: int | None) -> dict[str, Any]:
     groups = values.get("num_query_groups") if values.get("group_query_attention") else None
     groups = groups or values.get("num_key_value_heads")
     padded = values["padded_vocab_size"]
-    stated = vocab_size or values.get("vocab_size") or padded
+    stated = vocab_size or _vocabulary(values) or padded
     if stated > padded:
         raise CheckpointError(f"the vocabulary of {stated} is larger than the {padded} rows stored")
     return options | {
@@ -73,6 +83,19 @@ def _named(values: Mapping[str, Any], vocab_size: int | None) -> dict[str, Any]:
         "sliding_window": _window(values),
         "max_position_embeddings": values.get("max_position_embeddings") or values["seq_length"],
     }
+
+
+def _vocabulary(values: Mapping[str, Any]) -> int | None:
+    """Token ids that exist.
+
+    A NullTokenizer without an option for its end of document has that beyond `vocab_size`; since
+    Megatron-LM has the option, it is among them.
+    """
+    stated = values.get("vocab_size")
+    is_old_null = (
+        values.get("tokenizer_type") == "NullTokenizer" and "null_tokenizer_eod_id" not in values
+    )
+    return stated + 1 if stated and is_old_null else stated
 
 
 def _positions(values: Mapping[str, Any]) -> str:
@@ -127,7 +150,7 @@ def args_from_options(options: ModelOptions, **more: Any) -> argparse.Namespace:
         )
     values = options.as_dict()
     window = values.pop("sliding_window")
-    values["window_size"] = None if window is None else (window - 1, 0)
+    values["window_size"] = (window - 1, 0) if options.is_windowed else None
     values["add_position_embedding"] = options.position_embedding_type == "learned_absolute"
     values["num_query_groups"] = options.num_query_groups
     values["bias_gelu_fusion"] = False
@@ -136,5 +159,10 @@ def args_from_options(options: ModelOptions, **more: Any) -> argparse.Namespace:
 
 def tokenizer_args(options: Mapping[str, Any]) -> dict[str, Any]:
     """What a checkpoint's options say of the tokenizer; Megatron's arguments spell it alike."""
-    names = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
-    return {name: options[name] for name in names if options.get(name) is not None}
+    names = ["tokenizer_type", "tokenizer_model", "vocab_file", "merge_file"]
+    said: dict[str, Any] = {}
+    if options.get("tokenizer_type") == "NullTokenizer":
+        # Always said: without it `vocab_size` would have another meaning.
+        said["null_tokenizer_eod_id"] = options["vocab_size"] - 1
+        names += ["null_tokenizer_eod_id", "null_tokenizer_pad_id"]
+    return said | {name: options[name] for name in names if options.get(name) is not None}

@@ -1,8 +1,8 @@
 """Files of other programs that are pickles, read without running anything in them.
 
-Tensors and plain containers load. `argparse.Namespace` and classes of `megatron`, `deepspeed` and
-`transformer_engine` become inert placeholders: nothing is imported and nothing called. Any other
-name is refused.
+Tensors and plain containers load. Namespaces, signals, paths and classes of `megatron`, `deepspeed`
+and `transformer_engine` become inert placeholders: nothing is imported and nothing called. Any
+other name is refused.
 """
 
 from __future__ import annotations
@@ -26,7 +26,17 @@ from mcore.convert.old_torch_file import names_in_old_file
 from mcore.errors import CheckpointError
 
 _INERT_PACKAGES = ("megatron", "deepspeed", "transformer_engine")
-_INERT_NAMES = ("argparse.Namespace", "_io.BytesIO", "io.BytesIO")
+#: `pathlib.PosixPath` as the versions of Python call it.
+_PATHS = ("pathlib.PosixPath", "pathlib._local.PosixPath")
+_INERT_NAMES = (
+    "argparse.Namespace",
+    "types.SimpleNamespace",
+    "_io.BytesIO",
+    "io.BytesIO",
+    "signal.Signals",
+    "torch._C.Generator",
+    *_PATHS,
+)
 #: Random states hold NumPy arrays: these four make an array out of a byte string.
 _ARRAYS: dict[str, Any] = {
     "numpy.ndarray": np.ndarray,
@@ -223,7 +233,7 @@ class _MetadataUnpickler(pickle.Unpickler):
             return _layout
         if (module, name) == ("collections", "OrderedDict"):
             return dict
-        if (module, name) in (("pathlib", "PosixPath"), ("pathlib", "Path")):
+        if f"{module}.{name}" in ("pathlib.Path", *_PATHS):
             return _joined
         if module.partition(".")[0] in _INERT_PACKAGES:
             return _placeholder(f"{module}.{name}")

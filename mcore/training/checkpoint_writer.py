@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +23,21 @@ class CheckpointWriter:
 
     Comm: the writer in the background has process groups of its own, made here; every rank of the
     job constructs it.
+
+    Args:
+        options: where, how often and how.
+        timeout: how long a rank waits for the others' part of a save in the background; torch's
+            default when None.
     """
 
-    def __init__(self, options: CheckpointConfig) -> None:
+    def __init__(self, options: CheckpointConfig, *, timeout: timedelta | None = None) -> None:
         self._options = options
         retention = _retention(options)
         self._aftercare = Aftercare(options.verify_saved_checkpoint, retention)
         self._saver: AsyncSaver | None = None
         reads_back = options.verify_saved_checkpoint or retention.keep_latest == 1
         if options.save is not None and (options.async_save or reads_back):
-            self._saver = AsyncSaver()
+            self._saver = AsyncSaver(timeout=timeout)
 
     def write(
         self,

@@ -6,6 +6,7 @@ import dataclasses
 import sys
 import time
 from collections.abc import Sequence
+from datetime import timedelta
 
 from mcore.config.command_line import spelled_as_flags
 from mcore.config.run import Resolved, RunConfig, batch_size_calculator, resolve
@@ -194,7 +195,8 @@ def run(
         observation,
         looks_for_nan=config.looks_for_nan or config.stability.loss_spike_policy != "off",
     )
-    writer = CheckpointWriter(config.checkpoint)
+    minutes = config.runtime.distributed_timeout_minutes
+    writer = CheckpointWriter(config.checkpoint, timeout=timedelta(minutes=minutes))
     autopilot = build_autopilot(config, resolved, runtime, steps, datasets)
     training = Run(
         config, resolved, runtime, state, steps, datasets, log, writer, memory, exits, autopilot

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import pytest
 import torch
@@ -156,7 +157,9 @@ def save_on_two(root):
         box = Rectangle((rank * 2, 0), torch.full((2, 3), float(value + rank)))
         return {"model.w": ShardedTensor("model.w", (4, 3), torch.float32, [box])}
 
-    saver = AsyncSaver()
+    saver = AsyncSaver(timeout=timedelta(seconds=50))
+    backends = [g._get_backend(torch.device("cpu")) for g in (saver._writing, saver._watching)]
+    assert [backend.options._timeout.seconds for backend in backends] == [50, 50]
     saver.save(root, 1, tensors(1), {})
     saver.wait()
     if rank == 1:

@@ -51,6 +51,13 @@ def assert_refused(root, *names):
     assert not any(value.any() for value in target.values())
 
 
+def test_a_file_in_the_way_of_a_shard_stays(tmp_path):
+    (tmp_path / "a.safetensors").write_bytes(b"mine")
+    with pytest.raises(FileExistsError):
+        shard_file.write_shard(tmp_path / "a.safetensors", [])
+    assert (tmp_path / "a.safetensors").read_bytes() == b"mine"
+
+
 @pytest.mark.parametrize("step", [53, pytest.param(1, marks=pytest.mark.full)])
 def test_every_truncation_of_every_file_is_detected(root, step):
     directory = root / "iter_0000020"

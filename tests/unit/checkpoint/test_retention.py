@@ -7,11 +7,14 @@ import torch
 
 from mcore.checkpoint import (
     Aftercare,
+    CheckpointReader,
     Retention,
     complete_iterations,
     latest_iteration,
+    leftovers,
     read_tensors,
     save,
+    unfinished_iterations,
     verify,
 )
 from mcore.errors import CheckpointError, DamagedCheckpointError
@@ -85,6 +88,46 @@ def test_the_only_one_left_is_read_back_first(tmp_path):
         Aftercare(retention=Retention(keep_latest=1)).apply(tmp_path / "iter_0000006")
     assert complete_iterations(tmp_path) == [4, 6]
     assert latest_iteration(tmp_path) == 4
+
+
+def test_one_beyond_the_newest_does_not_count_as_left(tmp_path):
+    """30 was found damaged, the run went back to 20 and has saved 25, which is damaged as well."""
+    write(tmp_path, 20, 25, 30)
+    one_bit(next((tmp_path / "iter_0000025").glob("*.safetensors")))
+    with pytest.raises(DamagedCheckpointError):
+        Aftercare(retention=Retention(keep_latest=1)).apply(tmp_path / "iter_0000025")
+    assert latest_iteration(tmp_path) == 20
+
+
+def test_checkpoints_of_megatron_are_left_alone(tmp_path):
+    """A `torch_dist` folder has a metadata.json as well; its own metadata is `.metadata`."""
+    foreign = tmp_path / "iter_0000003"
+    foreign.mkdir()
+    for name in ("metadata.json", ".metadata", "__0_0.distcp"):
+        (foreign / name).write_text('{"sharded_backend": "torch_dist"}')
+    died = tmp_path / "iter_0000001"
+    died.mkdir()
+    (died / ".metadata").write_text("")
+    before = sorted(path.name for path in foreign.iterdir())
+    write(tmp_path, 2, 4)
+    assert (complete_iterations(tmp_path), unfinished_iterations(tmp_path)) == ([2, 4], [])
+    Aftercare(retention=Retention(keep_latest=1)).apply(tmp_path / "iter_0000004")
+    assert complete_iterations(tmp_path) == [4]
+    with pytest.raises(CheckpointError, match="of another program"):
+        write(tmp_path, 3)
+    assert sorted(path.name for path in foreign.iterdir()) == before
+
+
+def test_files_of_others_stay_in_a_directory_that_is_saved_again(tmp_path):
+    write(tmp_path, 2)
+    directory = tmp_path / "iter_0000002"
+    (directory / "mine.safetensors").write_bytes(b"mine")
+    (directory / "shard_00000.ab.safetensors").write_bytes(b"died")
+    assert leftovers(directory, CheckpointReader(directory).metadata) == [
+        "shard_00000.ab.safetensors"
+    ]
+    write(tmp_path, 2)
+    assert sorted(path.name[:6] for path in directory.iterdir()) == ["metada", "mine.s", "shard_"]
 
 
 def test_what_was_replaced_comes_back_where_the_new_one_is_damaged(tmp_path):

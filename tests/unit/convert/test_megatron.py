@@ -4,6 +4,7 @@ import argparse
 import io
 import pickle
 import shutil
+import signal
 import sys
 import types
 import zlib
@@ -17,12 +18,14 @@ from safetensors.torch import load_file
 
 from mcore.checkpoint import read_common, read_tensors
 from mcore.cli.main import main
+from mcore.convert.megatron_args import args_from_options, options_from_args, tokenizer_args
 from mcore.convert.megatron_dist import read_torch_dist
 from mcore.convert.megatron_export import write_legacy
 from mcore.convert.megatron_legacy import read_legacy
 from mcore.convert.megatron_names import canonical_name, modern_qkv
+from mcore.convert.model_options import ModelOptions
 from mcore.convert.safe_pickle import Placeholder, load_dcp_metadata, load_torch_file
-from mcore.errors import CheckpointError
+from mcore.errors import CheckpointError, UnsupportedError
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 CHECKPOINTS = GOLDEN / "checkpoints"
@@ -241,6 +244,88 @@ def test_foreign_classes_become_placeholders(tmp_path, monkeypatch):
     assert isinstance(kind, Placeholder)
     assert kind.value == 3
     assert "megatron.core.enums" not in sys.modules
+
+
+@pytest.mark.parametrize("archive", [True, False])
+def test_what_megatron_leaves_in_its_arguments_becomes_placeholders(tmp_path, archive):
+    args = argparse.Namespace(
+        exit_signal=signal.SIGTERM, path=Path("/a/b"), more=types.SimpleNamespace(x=1)
+    )
+    torch.save(
+        {"args": args, "model": {"a": torch.ones(3)}, "generator": torch.Generator()},
+        tmp_path / "x",
+        _use_new_zipfile_serialization=archive,
+    )
+    content = load_torch_file(tmp_path / "x", "x")
+    args = content["args"]
+    assert content["model"]["a"].tolist() == [1.0] * 3
+    assert args.exit_signal.args == (15,)
+    assert args.path.args == ("/", "a", "b")
+    assert args.more.x == 1
+    inert = (args, args.exit_signal, args.path, args.more, content["generator"])
+    assert all(isinstance(value, Placeholder) for value in inert)
+
+
+def test_metadata_with_paths_of_python_3_13(tmp_path):
+    source = CHECKPOINTS / "gpt" / "torch_dist" / "iter_0000007" / ".metadata"
+    with source.open("rb") as file:
+        metadata = pickle.load(file)
+    metadata.storage_meta = Path("/a/b")
+    plain = pickle.dumps(metadata, protocol=2)
+    name = b"cpathlib\nPosixPath\n"
+    assert name in plain
+    (tmp_path / "x").write_bytes(plain.replace(name, b"cpathlib._local\nPosixPath\n"))
+    assert load_dcp_metadata(tmp_path / "x").storage_meta == "//a/b"
+
+
+ARGS = {
+    "num_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "padded_vocab_size": 128,
+    "max_position_embeddings": 16, "vocab_size": 100,
+}  # fmt: skip
+
+
+def test_the_vocabulary_of_a_null_tokenizer():
+    """Before it had an option for its end of document, that came on top of `vocab_size`."""
+
+    def read_size(**more):
+        return options_from_args(argparse.Namespace(**ARGS, **more)).vocab_size
+
+    assert read_size(tokenizer_type="NullTokenizer") == 101
+    assert read_size(tokenizer_type="NullTokenizer", null_tokenizer_eod_id=None) == 100
+    assert read_size(tokenizer_type="GPT2BPETokenizer") == 100
+    options = options_from_args(argparse.Namespace(**ARGS))
+    for eod in (None, 3):
+        ours = options.as_dict() | {"tokenizer_type": "NullTokenizer", "null_tokenizer_eod_id": eod}
+        said = tokenizer_args(ours)
+        assert said["null_tokenizer_eod_id"] == (99 if eod is None else 3)
+        args = args_from_options(options, padded_vocab_size=128, **said)
+        assert options_from_args(args).vocab_size == 100
+
+
+@pytest.mark.parametrize(
+    ("name", "usual", "other"),
+    [
+        ("no_rope_freq", None, [0, 1]),
+        ("no_rope_freq", None, 4),
+        ("qk_l2_norm", False, True),
+        ("softmax_type", "vanilla", "off-by-one"),
+        ("softmax_scale", None, 0.5),
+        ("glu_linear_offset", 0.0, 1.0),
+        ("activation_func_clamp_value", None, 7.0),
+        ("layernorm_zero_centered_gamma", False, True),
+    ],
+)
+def test_what_changes_numbers_and_no_shapes_is_refused(name, usual, other):
+    options_from_args(argparse.Namespace(**ARGS, **{name: usual}))
+    with pytest.raises(UnsupportedError, match=name):
+        options_from_args(argparse.Namespace(**ARGS, **{name: other}))
+
+
+def test_a_window_that_no_layer_has_is_not_written():
+    options = ModelOptions.from_mapping(ARGS | {"sliding_window": 5})
+    assert args_from_options(options).window_size == (4, 0)
+    none = ModelOptions.from_mapping(ARGS | {"sliding_window": 5, "sliding_window_first_layer": 2})
+    assert args_from_options(none).window_size is None
 
 
 @pytest.mark.parametrize("size", [0, 1, 500, 11310])
