@@ -159,6 +159,11 @@ def tensor_model_parallel_group_or(group: Group | dist.ProcessGroup | None) -> G
     return parallel_context_or_single().tp if group is None else as_group(group, "tp")
 
 
+def data_parallel_rank_or_first() -> int:
+    """Position in the data-parallel group; 0 where `initialize_model_parallel` was not called."""
+    return 0 if _CONTEXT is None else _CONTEXT.dp.rank
+
+
 def model_parallel_is_initialized() -> bool:
     """Whether `initialize_model_parallel` was called."""
     return _CONTEXT is not None

@@ -2,7 +2,11 @@
 
 A test on several ranks waits for messages a third of its time, a test on one leaves a core idle;
 side by side they fill two cores. Trainings on ranks are one lane, since they share warm workers.
+
+Under torchrun rank 0 runs the tests, and the other ranks do what its tests ask for.
 """
+
+import os
 
 import pytest
 from xdist.remote import Producer
@@ -24,11 +28,24 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Lanes:
     return Lanes(config, log)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=_place)
+    for item in items:
+        if item.nodeid.startswith(RANKS):
+            item.add_marker(pytest.mark.dist)
 
 
 def _place(item: pytest.Item) -> int:
     if item.nodeid.startswith(LAST):
         return 2
     return 0 if item.nodeid.startswith(RANKS) else 1
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> bool | None:
+    if "RANK" not in os.environ:
+        return None
+    from mcore.testing import serve_under_torchrun  # loads torch, which many tests do without
+
+    return serve_under_torchrun() or None

@@ -6,6 +6,7 @@ from mcore.distributed.ddp import DistributedDataParallel
 from mcore.distributed.finalize_model_grads import finalize_model_grads
 from mcore.distributed.fully_sharded import FullyShardedDataParallel
 from mcore.distributed.sharding_groups import ShardingGroups, build_sharding_groups
+from mcore.distributed.tied_copies import share_tied_parameters
 
 __all__ = [
     "DataParallelModule",
@@ -16,4 +17,5 @@ __all__ = [
     "ShardingGroups",
     "build_sharding_groups",
     "finalize_model_grads",
+    "share_tied_parameters",
 ]

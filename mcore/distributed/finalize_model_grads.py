@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mcore.distributed.data_parallel import DataParallelModule
-from mcore.errors import TopologyError
+from mcore.distributed.tied_copies import no_copy_here
 from mcore.topology.collectives import all_reduce, all_reduce_, broadcast_
 from mcore.topology.context import ParallelContext
 from mcore.topology.group import Group
@@ -117,10 +117,7 @@ def _sum_tied_grads(model: Sequence[DataParallelModule], context: ParallelContex
                 copies[name].append(chunk.own_grad(param))
     for key in keys:
         if not copies[key]:
-            raise TopologyError(
-                f"parameter {key} is tied to a copy on another stage, but this stage, rank "
-                f"{context.rank}, has no parameter of that name"
-            )
+            raise no_copy_here(key, context.rank)
         first, *others = copies[key]
         for grad in others:
             first.add_(grad)

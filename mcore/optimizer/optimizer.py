@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mcore.config.optimizer import OptimizerConfig
-from mcore.distributed import DataParallelModule, ParamPart
+from mcore.distributed import DataParallelModule, ParamPart, share_tied_parameters
 from mcore.errors import ConfigError
 from mcore.optimizer.adam import Adam
 from mcore.optimizer.clip_grads import clip_factor, get_grad_norm
@@ -299,13 +299,15 @@ def get_megatron_optimizer(
     *,
     context: ParallelContext | None = None,
 ) -> MegatronOptimizer:
-    """The optimizer of this rank's model chunks.
+    """The optimizer of this rank's model chunks; copies of tied parameters become equal.
 
     Args:
         config: update rule and clipping.
-        model_chunks: chunks in a data-parallel wrapper, or plain modules.
+        model_chunks: all chunks of this rank, in a data-parallel wrapper, or plain modules.
         context: groups; by default those of the first wrapped chunk, or of
             `initialize_model_parallel`.
+
+    Comm: see `share_tied_parameters`; every rank has to call it.
 
     Raises:
         ConfigError: chunks are wrapped with different sharding strategies.
@@ -316,6 +318,7 @@ def get_megatron_optimizer(
     stages = {chunk.ddp_config.sharding_stage for chunk in wrapped}
     if len(stages) > 1:
         raise ConfigError(f"model chunks are wrapped for different ZeRO stages: {sorted(stages)}")
+    share_tied_parameters(wrapped, context)
     if stages - {0}:
         return DistributedOptimizer(config, wrapped, context)
     return MegatronOptimizer(config, model_chunks, context)

@@ -2,7 +2,7 @@
 
 Workers are started once per world size and reused, and forked from a process that has imported
 torch already, since that import takes seconds. Under torchrun the ranks that exist already are used
-instead.
+instead, see `mcore.testing.torchrun`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import signal
 import sys
 import tempfile
 import time
-import traceback
 import unittest
 from collections.abc import Callable
 from datetime import timedelta
@@ -30,22 +29,26 @@ import torch
 import torch.distributed as dist
 
 from mcore import parallel_state
-from mcore.errors import McoreError
-from mcore.topology.collectives import all_gather_object
-from mcore.topology.group import Group
-
-_GRACE_SECONDS = 2.0
-_START_SECONDS = 300.0
-
-
-class WorkerError(McoreError, RuntimeError):
-    """A rank failed; the message holds its traceback, or every rank's stack after a timeout."""
+from mcore.testing.answers import (
+    GRACE_SECONDS,
+    START_SECONDS,
+    Answer,
+    WorkerError,
+    answer,
+    pack_work,
+    raise_error,
+)
+from mcore.testing.torchrun import torchrun_world
 
 
 def run_distributed(
     fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0
 ) -> list[Any]:
     """Run `fn(*args)` on every rank of a gloo world and return the results in rank order.
+
+    Under torchrun rank 0's arguments are everybody's, and its results are judged: on the other
+    ranks this does what rank 0 asks for until rank 0 ends, and then skips the test. A function that
+    takes longer than the timeout ends the whole job there, with its stack on standard error.
 
     Args:
         fn: a module-level function; torch.distributed is initialised when it is called, and model
@@ -56,10 +59,11 @@ def run_distributed(
 
     Raises:
         WorkerError: a rank ended, hung, or raised something that cannot be sent here.
+        SkipTest: under torchrun, which started another number of ranks, or this is not rank 0.
         Exception: what the first failing rank raised, with its traceback as the cause.
     """
     if "RANK" in os.environ:
-        return _run_in_existing_world(fn, world_size, args)
+        return _run_under_torchrun(fn, world_size, args, timeout)
     pool = _pools().get(world_size)
     if pool is None or not pool.is_usable():
         pool = _pools()[world_size] = _WorkerPool(world_size)
@@ -96,17 +100,37 @@ def _pools() -> dict[int, _WorkerPool]:
     return {}
 
 
-def _run_in_existing_world(fn: Callable[..., Any], size: int, args: tuple[Any, ...]) -> list[Any]:
-    world_size = int(os.environ["WORLD_SIZE"])
-    if world_size != size:
-        raise unittest.SkipTest(f"needs {size} ranks, torchrun started {world_size}")
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
-    group = Group("world", tuple(range(size)), dist.get_rank(), dist.group.WORLD)
-    try:
-        return all_gather_object(fn(*args), group)
-    finally:
-        parallel_state.destroy_model_parallel()
+def _run_under_torchrun(
+    fn: Callable[..., Any], size: int, args: tuple[Any, ...], timeout: float
+) -> list[Any]:
+    started = int(os.environ["WORLD_SIZE"])
+    if started != size:
+        raise unittest.SkipTest(f"needs {size} ranks, torchrun started {started}")
+    if serve_under_torchrun():
+        raise unittest.SkipTest("rank 0 judges this test; this rank took part in it")
+    return torchrun_world().run(fn, args, timeout)
+
+
+def serve_under_torchrun() -> bool:
+    """Where torchrun started this process and it is not rank 0: do what rank 0's tests ask for.
+
+    For a test session that leaves the tests themselves to rank 0, which has to call it as well.
+
+    Returns:
+        Whether it is such a process; rank 0 has ended, then.
+    """
+    if "RANK" not in os.environ:
+        return False
+    if torchrun_world().rank == 0:
+        _let_go_at_exit()
+        return False
+    torchrun_world().serve()
+    return True
+
+
+@functools.cache
+def _let_go_at_exit() -> None:
+    atexit.register(torchrun_world().end)
 
 
 class _WorkerPool:
@@ -132,11 +156,11 @@ class _WorkerPool:
 
     def _wait_until_started(self) -> None:
         """A loaded machine may take its time here: it does not count as the function's."""
-        deadline = time.monotonic() + _START_SECONDS
+        deadline = time.monotonic() + START_SECONDS
         for rank, pipe in enumerate(self._pipes):
             if not pipe.poll(max(0.0, deadline - time.monotonic())):
                 raise WorkerError(
-                    f"rank {rank} did not start in {_START_SECONDS:.0f} s\n{self._dump_and_kill()}"
+                    f"rank {rank} did not start in {START_SECONDS:.0f} s\n{self._dump_and_kill()}"
                 )
             self._receive(rank, pipe)
 
@@ -144,10 +168,10 @@ class _WorkerPool:
         return bool(self._processes) and all(process.is_alive() for process in self._processes)
 
     def run(self, fn: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[Any]:
-        payload = pickle.dumps((fn, args))
+        work = pack_work(fn, args)
         for pipe in self._pipes:
-            pipe.send((list(sys.path), payload))
-        answers: dict[int, tuple[str, Any, str]] = {}
+            pipe.send((list(sys.path), work))
+        answers: dict[int, Answer] = {}
         failed: int | None = None
         deadline = time.monotonic() + timeout
         while len(answers) < len(self._pipes):
@@ -162,24 +186,24 @@ class _WorkerPool:
                 answers[rank] = self._receive(rank, pipe)
                 if failed is None and answers[rank][0] == "error":
                     # The others may wait for this rank; if they all fail too, the world lives on.
-                    failed, deadline = rank, min(deadline, time.monotonic() + _GRACE_SECONDS)
+                    failed, deadline = rank, min(deadline, time.monotonic() + GRACE_SECONDS)
         if failed is None and len(answers) < len(self._pipes):
             raise WorkerError(f"no answer after {timeout} s\n{self._dump_and_kill()}")
         if len(answers) < len(self._pipes):
             self.kill()
         if failed is not None:
-            _raise(failed, answers[failed])
+            raise_error(failed, answers[failed])
         return [answers[rank][1] for rank in sorted(answers)]
 
-    def _receive(self, rank: int, pipe: Connection) -> tuple[str, Any, str]:
+    def _receive(self, rank: int, pipe: Connection) -> Answer:
         try:
-            answer: tuple[str, Any, str] = pipe.recv()
+            received: Answer = pickle.loads(pipe.recv_bytes())
         except EOFError:
             self._processes[rank].join(5)
             code = self._processes[rank].exitcode
             self.kill()
             raise WorkerError(f"rank {rank} ended with exit code {code}") from None
-        return answer
+        return received
 
     def _dump_and_kill(self) -> str:
         for process in self._processes:
@@ -204,14 +228,6 @@ def _as_pipe(waited: Any) -> Connection:
     return waited
 
 
-def _raise(rank: int, answer: tuple[str, Any, str]) -> None:
-    _, error, trace = answer
-    cause = WorkerError(f"rank {rank}:\n{trace}")
-    if isinstance(error, Exception):
-        raise error from cause
-    raise cause
-
-
 def _worker_main(rank: int, world_size: int, folder: str, pipe: Connection) -> None:
     stack_file = Path(folder, f"stack{rank}").open("w")  # noqa: SIM115  (open for life)
     faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)
@@ -221,28 +237,13 @@ def _worker_main(rank: int, world_size: int, folder: str, pipe: Connection) -> N
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=300)
     )
-    pipe.send(("result", None, ""))  # started
+    pipe.send_bytes(pickle.dumps(("result", None, "")))  # started
     while True:
         try:
-            path, payload = pipe.recv()
+            path, work = pipe.recv()
         except EOFError:
             return
         sys.path[:] = path
-        pipe.send(_answer(payload))
-
-
-def _answer(payload: bytes) -> tuple[str, Any, str]:
-    try:
-        fn, args = pickle.loads(payload)
-        result = fn(*args)
-        pickle.dumps(result)
-        return "result", result, ""
-    except Exception as error:  # noqa: BLE001  (whatever a test raises travels to the parent)
-        trace = traceback.format_exc()
-        try:
-            pickle.loads(pickle.dumps(error))
-        except Exception:  # noqa: BLE001  (an exception that cannot travel is sent as text)
-            return "error", None, trace
-        return "error", error, trace
-    finally:
+        pipe.send_bytes(answer(work))
+        # Not before: it makes the ranks fail that wait for this one, which failed first.
         parallel_state.destroy_model_parallel()

@@ -144,16 +144,19 @@ def assert_same_weights(folder, wanted_folder, hidden):
         )
 
 
+def assert_training_equals_reference(family, folder, layout, micro):
+    records, save = family.run(layout, micro)
+    assert_equals_reference(records, family.reference)
+    options, tensors = load_model_state(save)
+    state_to_hf(options, tensors, folder / "hf")
+    assert_same_weights(folder / "hf", family.folder / "hf_final", options["hidden_size"])
+
+
 @pytest.mark.golden
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 @pytest.mark.parametrize(("layout", "micro"), list(cases()), ids=layout_id)
 def test_training_equals_the_reference(families, tmp_path, name, layout, micro):
-    family = families(name)
-    records, save = family.run(layout, micro)
-    assert_equals_reference(records, family.reference)
-    options, tensors = load_model_state(save)
-    state_to_hf(options, tensors, tmp_path / "hf")
-    assert_same_weights(tmp_path / "hf", family.folder / "hf_final", options["hidden_size"])
+    assert_training_equals_reference(families(name), tmp_path, layout, micro)
 
 
 @pytest.mark.golden
@@ -168,7 +171,5 @@ def test_training_equals_the_reference(families, tmp_path, name, layout, micro):
     ],
     ids=layout_id,
 )
-def test_deep_pipelines_and_odd_data_parallel_sizes(families, layout, micro):
-    family = families("gpt2_8layers")
-    records, _ = family.run(layout, micro)
-    assert_equals_reference(records, family.reference)
+def test_deep_pipelines_and_odd_data_parallel_sizes(families, tmp_path, layout, micro):
+    assert_training_equals_reference(families("gpt2_8layers"), tmp_path, layout, micro)

@@ -4,6 +4,8 @@ In float64, where only a fault can differ by more than rounding (1e-15 is usual)
 norm, final parameters and moments. Then in float32 the tolerances that are promised.
 """
 
+import itertools
+
 import pytest
 import torch
 
@@ -146,6 +148,32 @@ def test_float32_runs_from_a_fresh_initialisation(corpus, options, layouts):
         first = abs(records[0]["lm_loss"] - wanted[0]["lm_loss"])
         assert first <= FIRST_LOSS_TOLERANCE, layout
         assert largest_difference(records, wanted) <= LOSS_TOLERANCE, layout
+
+
+def every_layout():
+    """All of worlds of 2, 4 and 8 out of tp and pp of 1, 2 and 4."""
+    for world, tp, pp in itertools.product((2, 4, 8), (1, 2, 4), (1, 2, 4)):
+        if world % (tp * pp) == 0:
+            for sp in (False, True) if tp > 1 else (False,):
+                yield Layout(tp=tp, pp=pp, dp=world // (tp * pp), sp=sp)
+
+
+@pytest.fixture(scope="module")
+def fresh_run(corpus):
+    words = command(corpus, 4, "--hidden-dropout 0.1 --attention-dropout 0.1 --global-batch-size 8")
+    return words, train(words)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", list(every_layout()), ids=layout_id)
+def test_every_layout_from_a_fresh_initialisation_with_dropout(fresh_run, layout):
+    words, wanted = fresh_run
+    records = train(words, layout)
+    first = abs(records[0]["lm_loss"] - wanted[0]["lm_loss"])
+    worst = largest_difference(records, wanted)
+    print(f"{layout}: first loss {first:.1e}, all {worst:.1e}")
+    assert first <= FIRST_LOSS_TOLERANCE
+    assert worst <= LOSS_TOLERANCE
 
 
 def test_dropout_trains_another_path_than_none(corpus):

@@ -81,19 +81,20 @@ def test_resume_at_the_same_layout_is_bit_identical(corpus, tmp_path, layout, it
 
 
 @pytest.mark.parametrize(
-    ("layout", "then"),
+    ("layout", "then", "iterations"),
     [
-        (Layout(tp=2, pp=2, sp=True), Layout(dp=2)),
-        pytest.param(SINGLE, Layout(tp=4), marks=pytest.mark.full),
-        pytest.param(Layout(tp=4, sp=True), Layout(pp=4), marks=pytest.mark.full),
-        pytest.param(Layout(dp=2), Layout(tp=2, pp=2, dp=2, sp=True), marks=pytest.mark.full),
-        pytest.param(Layout(pp=2, vpp=2), SINGLE, marks=pytest.mark.full),
+        (Layout(tp=2, pp=2, sp=True), Layout(dp=2), 10),
+        pytest.param(Layout(tp=2, pp=2, sp=True), Layout(dp=2), 20, marks=pytest.mark.full),
+        pytest.param(SINGLE, Layout(tp=4), 20, marks=pytest.mark.full),
+        pytest.param(Layout(tp=4, sp=True), Layout(pp=4), 20, marks=pytest.mark.full),
+        pytest.param(Layout(dp=2), Layout(tp=2, pp=2, dp=2, sp=True), 20, marks=pytest.mark.full),
+        pytest.param(Layout(pp=2, vpp=2), SINGLE, 20, marks=pytest.mark.full),
     ],
     ids=layout_id,
 )
-def test_resume_at_another_layout(corpus, tmp_path, layout, then):
-    wanted = train(command(corpus, 10, DROPOUT), layout)
-    records = in_two_parts(corpus, tmp_path, 10, layout, then=then)
+def test_resume_at_another_layout(corpus, tmp_path, layout, then, iterations):
+    wanted = train(command(corpus, iterations, DROPOUT), layout)
+    records = in_two_parts(corpus, tmp_path, iterations, layout, then=then)
     assert series(records, "iteration") == series(wanted, "iteration")
     assert largest_difference(records, wanted) <= LOSS_TOLERANCE
     assert largest_relative_difference(records, wanted) <= NORM_TOLERANCE

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mcore import device
 from mcore.device import HostTransfer
+from mcore.errors import ConfigError
 
 GPU = torch.device("meta")
 COPIES = (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default)
@@ -139,3 +140,49 @@ def test_a_product_is_added_on_the_cpu(dtype):
     total = torch.ones(2, 3)
     device.add_product_(total, torch.ones(2, 4, dtype=dtype), torch.ones(4, 3, dtype=dtype))
     assert total.tolist() == [[5.0] * 3] * 2
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Let torch see as many GPUs as are said; returns the one that was made current."""
+    current = []
+
+    def see(count):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(torch.cuda, "set_device", current.append)
+        return current
+
+    return see
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "local_rank", "wanted", "backend"),
+    [
+        ("auto", 0, 3, "cpu", "gloo"),
+        ("cpu", 0, 0, "cpu", "gloo"),
+        ("auto", 2, 1, "cuda:1", "nccl"),
+        ("cuda", 2, 0, "cuda:0", "nccl"),
+        ("cpu", 2, 1, "cpu", "gloo"),
+        ("cpu", 2, 5, "cpu", "gloo"),
+    ],
+)
+def test_the_device_and_its_backend(gpus, name, count, local_rank, wanted, backend):
+    current = gpus(count)
+    picked = device.pick_device(name, local_rank)
+    assert picked == torch.device(wanted)
+    assert current == ([local_rank] if backend == "nccl" else [])
+    assert device.backend_name(picked) == backend
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "local_rank", "message"),
+    [
+        ("cuda", 0, 0, "sees no GPU; use --device cpu or auto"),
+        ("auto", 2, 2, "local rank 2 has no GPU: this machine has 2"),
+    ],
+)
+def test_a_device_that_is_not_there(gpus, name, count, local_rank, message):
+    gpus(count)
+    with pytest.raises(ConfigError, match=message):
+        device.pick_device(name, local_rank)

@@ -15,7 +15,7 @@ from mcore.models.gpt.gpt_layer_specs import LayerSpec, get_gpt_layer_local_spec
 from mcore.models.gpt.initialization import initialize_parameters_
 from mcore.models.gpt.layer_range import even_layer_range
 from mcore.models.gpt.output import OutputLayer
-from mcore.parallel_state import tensor_model_parallel_group_or
+from mcore.parallel_state import data_parallel_rank_or_first, tensor_model_parallel_group_or
 from mcore.tensor_parallel.mappings import (
     AnyGroup,
     gather_from_tensor_model_parallel_region,
@@ -91,6 +91,8 @@ class GPTModel(nn.Module):
         # Set by the pipeline before each forward on stages that do not embed.
         self.input_tensor: Tensor | None = None
         self._forward_calls = 0
+        # Data-parallel ranks have different samples: each a range that no batch reaches beyond.
+        self._first_sample = data_parallel_rank_or_first() << 32
         self._seed = torch.initial_seed() if seed is None else seed
         layers = layer_range
         if layers is None:
@@ -175,7 +177,9 @@ class GPTModel(nn.Module):
                 other; None = causal.
             labels: [b, s]; used on the last stage.
             dropout_state: what dropout masks depend on. When None in training, a state is made of
-                torch's initial seed and the number of calls.
+                the model's seed, the number of calls and the data-parallel rank. A program that
+                resumes and wants the masks of the straight run gives it, with the iteration and
+                the samples' places in the stream.
             only_last_logits: logits of the last position only, [b, 1, v]; excludes labels and
                 sequence parallelism.
 
@@ -234,7 +238,8 @@ class GPTModel(nn.Module):
         if state is not None or not self.training:
             return state
         self._forward_calls += 1
-        return DropoutState(self._seed, self._forward_calls, torch.arange(batch))
+        first = self._first_sample
+        return DropoutState(self._seed, self._forward_calls, torch.arange(first, first + batch))
 
     def state_dict_for_save_checkpoint(self, prefix: str = "") -> dict[str, Tensor]:
         """The module's state dict (Megatron's name for it)."""

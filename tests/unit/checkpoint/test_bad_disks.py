@@ -100,7 +100,8 @@ def _failing_saves(root, plan, background, fault):
         if path.parent.name != "iter_0000002" or dist.get_rank() != 1:
             return write(path, *args)
         if fault == "vanishes":
-            shutil.rmtree(path.parent)
+            # Aside first: rank 0 may begin a file in it while it is being emptied.
+            shutil.rmtree(path.parent.rename(path.parent.with_name("gone")))
             return write(path, *args)
         raise OSError(getattr(errno, fault), os.strerror(getattr(errno, fault)), str(path))
 

@@ -105,6 +105,7 @@ def spread(roots, layouts):
     return texts
 
 
+@pytest.mark.dist
 def test_every_layout_gives_the_same_texts(models):
     roots = [models[name][1] for name in ("gpt2", "qwen3")]
     layouts = [(2, 2), (4, 1), (1, 2)]  # tp 4 shares query groups; (1, 2) has replicas

@@ -81,6 +81,7 @@ def assemble(results, golden):
     return whole
 
 
+@pytest.mark.dist
 @pytest.mark.parametrize("variant", ["gpt", "llama"])
 @pytest.mark.parametrize(
     ("tp", "sequence_parallel"), [(1, False), (2, False), (2, True), (4, False), (4, True)]
@@ -94,6 +95,7 @@ def test_loss_and_gradients_equal_megatrons(variant, tp, sequence_parallel):
         torch.testing.assert_close(grad, golden["grad." + name], rtol=1e-4, atol=1e-5, msg=name)
 
 
+@pytest.mark.dist
 @pytest.mark.parametrize("variant", ["gpt", "llama"])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_layouts_agree_in_float64(variant, sequence_parallel):

@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.autograd import gradcheck
 from torch.profiler import ProfilerActivity, profile
 
 from mcore.tensor_parallel.cross_entropy import (
@@ -12,7 +13,10 @@ from mcore.tensor_parallel.cross_entropy import (
     _VocabParallelCrossEntropy,
     vocab_parallel_cross_entropy,
 )
-from mcore.tensor_parallel.linear_cross_entropy import linear_cross_entropy
+from mcore.tensor_parallel.linear_cross_entropy import (
+    _LinearCrossEntropy,
+    linear_cross_entropy,
+)
 from mcore.topology.group import Group
 from tests.unit.tensor_parallel.helpers import run_at
 
@@ -195,3 +199,15 @@ def test_one_chunk_of_logits_exists_at_a_time(fused):
     kept = 0 if fused else logits.numel() * 4  # the gradient of given logits
     chunk = 16 * rows * 4
     assert chunk < _peak_of(work) - kept < 1.5 * chunk
+
+
+@pytest.mark.parametrize(("smoothing", "z"), [(0.0, 0.0), (0.1, 0.3)])
+def test_numerical_gradients(smoothing, z):
+    hidden, weight, target, _ = _inputs()
+    options = LossOptions(Group.single("tp"), 12, V, smoothing, z, chunk_elements=5 * 12)
+
+    def losses(hidden, weight):
+        ids = target.flatten()
+        return _LinearCrossEntropy.apply(hidden.flatten(0, 1), weight, ids, options, False, None)
+
+    assert gradcheck(losses, (hidden.requires_grad_(), weight.requires_grad_()))

@@ -6,13 +6,16 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.autograd import gradcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mcore.config.parallel import ModelParallelConfig
 from mcore.tensor_parallel import ColumnParallelLinear
 from mcore.tensor_parallel.linear_function import (
+    LinearWithGradAccumulationAndAsyncCommunication,
     linear_with_grad_accumulation_and_async_allreduce,
 )
+from mcore.topology.group import Group
 from tests.unit.tensor_parallel.helpers import draw, own, run_at
 
 pytestmark = pytest.mark.dist
@@ -162,3 +165,16 @@ def test_the_product_itself_adds():
     assert log == [("product", (2, 2))]  # what a fused accumulation looks like in the log
     for log in run_at(2, _fused_product):
         assert log == [DGRAD, ("start", "all_reduce 0"), WGRAD, ("wait", "all_reduce 0")]
+
+
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_numerical_gradients(with_bias):
+    group = Group.single("tp")
+    inputs = [draw(S, B, K), draw(N, K, seed=1)] + [draw(N, seed=2)] * with_bias
+    inputs = [x.requires_grad_() for x in inputs]
+
+    def linear(x, weight, bias=None):
+        apply = LinearWithGradAccumulationAndAsyncCommunication.apply
+        return apply(x, weight, bias, group, False, False, False, None)
+
+    assert gradcheck(linear, inputs)

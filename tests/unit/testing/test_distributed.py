@@ -9,7 +9,10 @@ import torch.distributed as dist
 
 from mcore.testing import WorkerError, run_distributed
 
-pytestmark = pytest.mark.dist
+pytestmark = [
+    pytest.mark.dist,
+    pytest.mark.skipif("RANK" in os.environ, reason="of the pool, which torchrun's ranks replace"),
+]
 
 
 def _pid():

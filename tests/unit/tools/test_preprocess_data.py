@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 
 from tests.unit.tokenizers.difficult_texts import DIFFICULT_TEXTS
 from tools.preprocess_data import main
@@ -110,12 +111,27 @@ class TestGolden:
         assert "documents: 400 (17 empty)" in done.stdout
         assert "EOD id: 0, EOD tokens: 383" in done.stdout
 
-    def test_sentencepiece_bytes(self, tmp_path):
-        prefix = str(tmp_path / "sp")
-        source = str(GOLDEN / "corpus.jsonl")
-        assert main(["--input", source, "--output-prefix", prefix, *SP, "--append-eod"]) == 0
-        for name in ("sp_text_document.bin", "sp_text_document.idx"):
-            assert (tmp_path / name).read_bytes() == (GOLDEN / name).read_bytes()
+    @pytest.mark.parametrize("workers", [1, 2])
+    def test_sentencepiece_bytes(self, tmp_path, workers):
+        self.assert_golden(tmp_path, "sp", *SP, "--workers", str(workers))
+
+    def test_a_huggingface_file_of_the_same_vocabulary(self, tmp_path):
+        tokenizer = tokenizers.Tokenizer(
+            tokenizers.models.BPE.from_file(str(GOLDEN / "vocab.json"), str(GOLDEN / "merges.txt"))
+        )
+        byte_level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.pre_tokenizer = byte_level
+        tokenizer.save(str(tmp_path / "tokenizer.json"))
+        kind = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tmp_path)]
+        self.assert_golden(tmp_path, "bpe", *kind, "--workers", "2")
+
+    @staticmethod
+    def assert_golden(folder, name, *arguments):
+        source, prefix = str(GOLDEN / "corpus.jsonl"), str(folder / name)
+        words = ["--input", source, "--output-prefix", prefix, "--append-eod", *arguments]
+        assert main(words) == 0
+        for made in (f"{name}_text_document.bin", f"{name}_text_document.idx"):
+            assert (folder / made).read_bytes() == (GOLDEN / made).read_bytes()
 
     def test_many_chunks_on_two_workers(self, tmp_path):
         """Long and short documents, so that later chunks finish before earlier ones."""

@@ -1,5 +1,7 @@
 """Collectives and groups on gloo ranks, against plain arithmetic."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -150,3 +152,32 @@ def test_no_torch_distributed_is_needed_alone():
     parallel_state.destroy_model_parallel()
     with pytest.raises(TopologyError, match="start 2 processes"):
         parallel_state.initialize_model_parallel(2)
+
+
+def _groups_made(sizes):
+    """Ranks of every process group that initialisation makes, besides the world's own."""
+    made = []
+    original = dist.new_group
+
+    def new_group(ranks, **options):
+        made.append(tuple(ranks))
+        return original(ranks, **options)
+
+    with mock.patch.object(dist, "new_group", new_group):
+        parallel_state.initialize_model_parallel(**sizes)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("sizes", "wanted"),
+    [
+        ({}, []),
+        ({"tensor_model_parallel_size": 4}, []),
+        ({"pipeline_model_parallel_size": 4}, [(0, 3)]),  # the embedding's
+        ({"tensor_model_parallel_size": 2}, [(0, 1), (2, 3), (0, 2), (1, 3)]),
+    ],
+)
+def test_axes_of_one_rank_make_no_group(sizes, wanted):
+    """The axis that has all ranks is the world's group, and axes of the same ranks share theirs."""
+    for rank, made in enumerate(run_distributed(_groups_made, 4, sizes)):
+        assert made == [(rank,), *wanted]  # itself alone, for all groups of one rank
