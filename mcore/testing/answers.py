@@ -34,13 +34,18 @@ def answer(work: bytes) -> bytes:
         fn, args = pickle.loads(work)
         return pickle.dumps(("result", fn(*args), ""))
     except Exception as error:  # noqa: BLE001  (whatever a test raises travels to who asked)
-        trace = traceback.format_exc()
-        try:
-            packed = pickle.dumps(("error", error, trace))
-            pickle.loads(packed)
-        except Exception:  # noqa: BLE001  (an exception that cannot travel is sent as text)
-            return pickle.dumps(("error", None, trace))
-        return packed
+        return pack_error(error)
+
+
+def pack_error(error: Exception) -> bytes:
+    """The answer that says what was raised."""
+    trace = "".join(traceback.format_exception(error))
+    try:
+        packed = pickle.dumps(("error", error, trace))
+        pickle.loads(packed)
+    except Exception:  # noqa: BLE001  (an exception that cannot travel is sent as text)
+        return pickle.dumps(("error", None, trace))
+    return packed
 
 
 def raise_error(rank: int, failed: Answer) -> None:

@@ -26,6 +26,7 @@ from mcore.testing.answers import (
     Answer,
     WorkerError,
     answer,
+    pack_error,
     pack_work,
     raise_error,
 )
@@ -107,12 +108,17 @@ class TorchrunWorld:
         return dist.PrefixStore(f"mcore.testing/{self._number}", self._store)
 
     def _take_part(self, store: Store, work: bytes, timeout: float) -> None:
-        with self._world(store, timeout), _limited(timeout + GRACE_SECONDS):
-            packed = answer(work)
-            store.set(f"answer {self.rank}", packed)
-            if pickle.loads(packed)[0] == "error":
-                # Before the world ends: that makes the ranks fail which wait for this one.
-                store.compare_set("failed first", "", str(self.rank))
+        try:
+            with self._world(store, timeout), _limited(timeout + GRACE_SECONDS):
+                # Told before the world ends: that makes the ranks fail which wait for this one.
+                self._tell(store, answer(work))
+        except RuntimeError as error:  # of the world; what the work raises is its answer
+            self._tell(store, pack_error(error))
+
+    def _tell(self, store: Store, packed: bytes) -> None:
+        store.set(f"answer {self.rank}", packed)
+        if pickle.loads(packed)[0] == "error":
+            store.compare_set("failed first", "", str(self.rank))
 
     @contextmanager
     def _world(self, store: Store, timeout: float) -> Iterator[None]:
@@ -130,10 +136,12 @@ class TorchrunWorld:
         try:
             yield
         finally:
-            parallel_state.destroy_model_parallel()
-            if dist.is_initialized():
-                dist.destroy_process_group()
-            gc.collect()  # connections close with the last reference to a group
+            try:
+                parallel_state.destroy_model_parallel()
+            finally:  # what is left would be taken for a world of the tests' own
+                if dist.is_initialized():
+                    dist.destroy_process_group()
+                gc.collect()  # connections close with the last reference to a group
 
 
 def _wait_for(store: Store, what: str, ranks: Iterable[int], seconds: float) -> None:
