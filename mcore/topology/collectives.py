@@ -268,7 +268,8 @@ def _all_to_all(received: Tensor, stacked: Tensor, group: Group) -> _Work:
 def _stack(x: Tensor, dim: int, count: int) -> Tensor:
     """Slices of `x` along `dim` one after another, [count, ...]; no copy where they lie so."""
     if dim == 0:
-        return x.contiguous().unflatten(0, (count, -1))
+        rows: Tensor = x.contiguous().unflatten(0, (count, -1))
+        return rows
     return torch.stack(x.chunk(count, dim))
 
 
