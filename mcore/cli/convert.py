@@ -173,14 +173,12 @@ def hf_to_mcore(args: argparse.Namespace) -> int:
         CheckpointError: the save root holds checkpoints already, or the folder is damaged.
         UnsupportedError: a model that mcore does not compute.
     """
-    _refuse_occupied(args)
-    options, tensors = hf_to_state(args.hf)
-    kept = Path(args.save) / TOKENIZER_FOLDER
-    copied = copy_tokenizer(Path(args.hf), kept)
-    keep_config(Path(args.hf, CONFIG), kept)
-    directory = _save(args, options | tokenizer_options(kept), tensors, "huggingface", args.hf)
-    if copied:
-        print(f"copied {', '.join(copied)} to {kept}")
+    replaces = _refuse_occupied(args)
+    source, kept = Path(args.hf), Path(args.save) / TOKENIZER_FOLDER
+    options, tensors = hf_to_state(source)
+    options |= tokenizer_options(source, kept)
+    directory = _save(args, options, tensors, "huggingface", args.hf)
+    _keep_tokenizer(kept, source, source / CONFIG, replaces)
     _compare(args, directory, None)
     return 0
 
@@ -192,10 +190,11 @@ def megatron_to_mcore(args: argparse.Namespace) -> int:
         CheckpointError: the save root holds checkpoints already, or the folder is damaged.
         UnsupportedError: a model that mcore does not compute.
     """
-    _refuse_occupied(args)
+    replaces = _refuse_occupied(args)
     read = read_torch_dist if is_torch_dist(args.megatron) else read_legacy
     options, tensors = read(args.megatron, args.vocab_size)
     _save(args, options.as_dict(), tensors, "megatron", args.megatron)
+    _keep_tokenizer(Path(args.save) / TOKENIZER_FOLDER, None, None, replaces)
     return 0
 
 
@@ -207,16 +206,17 @@ def deepspeed_to_mcore(args: argparse.Namespace) -> int:
         ConfigError: a vocabulary for a model whose config.json says it.
         UnsupportedError: a model that mcore does not compute.
     """
-    _refuse_occupied(args)
-    if args.hf_config is None:
+    replaces = _refuse_occupied(args)
+    config = None if args.hf_config is None else Path(args.hf_config)
+    if config is None:
         of_megatron, tensors = read_megatron_deepspeed(args.deepspeed, args.vocab_size)
         options = of_megatron.as_dict()
     elif args.vocab_size is not None:
         raise ConfigError("--vocab-size: --hf-config says the vocabulary")
     else:
         options, tensors = read_hf_deepspeed(args.deepspeed, args.hf_config)
-        keep_config(Path(args.hf_config), Path(args.save) / TOKENIZER_FOLDER)
     _save(args, options, tensors, "deepspeed", args.deepspeed)
+    _keep_tokenizer(Path(args.save) / TOKENIZER_FOLDER, None, config, replaces)
     return 0
 
 
@@ -239,12 +239,22 @@ def _save(
     return directory
 
 
-def _refuse_occupied(args: argparse.Namespace) -> None:
-    occupied = latest_iteration(args.save) is not None or complete_iterations(args.save)
+def _keep_tokenizer(target: Path, source: Path | None, config: Path | None, replaces: bool) -> None:
+    """Keep what belongs to a model beside it, once the model is there."""
+    copied = copy_tokenizer(source, target, replaces=replaces)
+    keep_config(config, target, replaces=replaces)
+    if copied:
+        print(f"copied {', '.join(copied)} to {target}")
+
+
+def _refuse_occupied(args: argparse.Namespace) -> bool:
+    """Whether there is a model to write over, which takes `--overwrite-save`."""
+    occupied = latest_iteration(args.save) is not None or bool(complete_iterations(args.save))
     if occupied and not args.overwrite_save:
         raise CheckpointError(
             f"{args.save} holds checkpoints already; choose another --save or add --overwrite-save"
         )
+    return occupied
 
 
 def _compare(args: argparse.Namespace, checkpoint: Path | str, iteration: int | None) -> None:
@@ -305,7 +315,7 @@ def mcore_to_hf(args: argparse.Namespace) -> int:
     ids = None if kept is None else token_ids(kept)
     state_to_hf(options, tensors, folder, args.model_type, ids)
     print(f"wrote {len(tensors)} tensors to {folder}")
-    copied = [] if kept is None else copy_tokenizer(kept, folder)
+    copied = copy_tokenizer(kept, folder, replaces=occupied)
     if copied:
         print(f"copied {', '.join(copied)} to {folder}")
     _compare(args, args.load, args.ckpt_step)

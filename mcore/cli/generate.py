@@ -19,7 +19,11 @@ from mcore.generation import LoadedModel, Sampling, generate, generate_batch, lo
 from mcore.tokenizers import Tokenizer, build_tokenizer
 from mcore.topology.collectives import all_gather_object
 from mcore.topology.context import ParallelContext
+from mcore.training.checkpointing import moved_tokenizer
 from mcore.training.initialize import join_world, leave_world, read_launch
+
+#: A replica continues so many prompts together; each has keys and values in memory.
+_BATCH = 32
 
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -78,7 +82,8 @@ def run(args: argparse.Namespace) -> int:
             args.tensor_model_parallel_size, args.pipeline_model_parallel_size
         )
         loaded = load_model(args.load, args.ckpt_step, world.device, ctx=ctx, bf16=args.bf16)
-        tokenizer = build_tokenizer(tokenizer_config(loaded.options, vars(args)))
+        options = moved_tokenizer(loaded.options, Path(loaded.directory))
+        tokenizer = build_tokenizer(tokenizer_config(options, vars(args)))
         _Session(args, sampling, ctx, loaded, tokenizer).continue_all(prompts)
     finally:
         leave_world(world.is_owned)
@@ -88,10 +93,21 @@ def run(args: argparse.Namespace) -> int:
 def _prompts(args: argparse.Namespace) -> list[str]:
     prompts = list(args.prompt or [])
     if args.prompts_file is not None:
-        prompts += Path(args.prompts_file).read_text(encoding="utf-8").splitlines()
+        prompts += _lines(Path(args.prompts_file))
     if not prompts:
         raise ConfigError("nothing to continue; give --prompt TEXT or --prompts-file FILE")
     return prompts
+
+
+def _lines(path: Path) -> list[str]:
+    """Lines end with a line feed and with nothing else that some take for an end of line."""
+    try:
+        text = path.read_bytes().decode()
+    except OSError as error:
+        raise ConfigError(f"cannot read --prompts-file {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--prompts-file {path} is not text in UTF-8: {error}") from error
+    return [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")] if text else []
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,25 +138,34 @@ class _Session:
             print("\n\n".join(texts))
 
     def _continue(self, prompts: list[list[int]]) -> list[list[int]]:
-        """The new tokens of each prompt; replicas take every d-th prompt."""
+        """The new tokens of each prompt; replicas take every d-th prompt, a batch at a time."""
         replica, replicas = self.ctx.dp.rank, self.ctx.dp.size
         mine = range(replica, len(prompts), replicas)
-        added: dict[int, list[int]] = {number: [] for number in mine}
+        added: dict[int, list[int]] = {}
+        for start in range(0, len(mine), _BATCH):
+            added |= self._continue_batch(prompts, mine[start : start + _BATCH])
+        everyone: dict[int, list[int]] = {}
+        for part in all_gather_object(added, self.ctx.dp):
+            everyone.update(part)
+        return [everyone[number] for number in range(len(prompts))]
+
+    def _continue_batch(
+        self, prompts: list[list[int]], numbers: Sequence[int]
+    ) -> dict[int, list[int]]:
+        """The new tokens of some prompts by number."""
+        added: dict[int, list[int]] = {number: [] for number in numbers}
         for step in generate_batch(
             self.loaded.model,
-            [prompts[number] for number in mine],
+            [prompts[number] for number in numbers],
             max_new_tokens=self.args.max_new_tokens,
             sampling=self.sampling,
-            seeds=[self.args.seed + number for number in mine],
+            seeds=[self.args.seed + number for number in numbers],
             stop_id=_end_of_document(self.tokenizer),
             ctx=self.ctx,
         ):
             for tokens, token in zip(added.values(), step, strict=True):
                 tokens += [] if token is None else [token]
-        everyone: dict[int, list[int]] = {}
-        for part in all_gather_object(added, self.ctx.dp):
-            everyone.update(part)
-        return [everyone[number] for number in range(len(prompts))]
+        return added
 
     def _stream(self, prompt: Sequence[int]) -> None:
         tokens, shown, prints = list(prompt), "", self.ctx.rank == 0

@@ -36,22 +36,22 @@ class HfFolder:
         self._files = self._find_files()
 
     def _find_files(self) -> dict[str, Path]:
-        """The file of each tensor."""
-        if (self.path / INDEX).is_file():
-            index = read_json(self.path / INDEX).get("weight_map")
-            if not isinstance(index, dict):
-                raise CheckpointError(f"{self.path / INDEX} has no weight_map")
-            return {name: self._inside(file) for name, file in index.items()}
+        """The file of each tensor; where there is a single one, transformers ignores an index."""
         single = self.path / SINGLE
-        if not single.is_file():
+        if single.is_file():
+            try:
+                with safe_open(single, "pt") as file:
+                    return dict.fromkeys(file.keys(), single)
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(f"cannot read {single}: {error}") from error
+        if not (self.path / INDEX).is_file():
             pickles = sorted(p.name for p in self.path.glob("*.bin"))
             hint = f"; {pickles[0]} is a pickle: save it as safetensors" if pickles else ""
             raise CheckpointError(f"{self.path} holds neither {SINGLE} nor {INDEX}{hint}")
-        try:
-            with safe_open(single, "pt") as file:
-                return dict.fromkeys(file.keys(), single)
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"cannot read {single}: {error}") from error
+        index = read_json(self.path / INDEX).get("weight_map")
+        if not isinstance(index, dict):
+            raise CheckpointError(f"{self.path / INDEX} has no weight_map")
+        return {name: self._inside(file) for name, file in index.items()}
 
     def _inside(self, file: Any) -> Path:
         if not isinstance(file, str) or Path(file).name != file:

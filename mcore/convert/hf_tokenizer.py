@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from mcore.checkpoint.commit import METADATA_NAME
 from mcore.convert.hf_files import CONFIG
 from mcore.errors import CheckpointError
 
@@ -30,20 +31,38 @@ _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _WHOLE = ("tokenizer.json", "tokenizer.model")
 
 
-def copy_tokenizer(source: Path, target: Path) -> list[str]:
-    """Copy the files of a tokenizer; returns their names."""
-    names = [name for name in _NAMES if (source / name).is_file()]
-    if names:
-        target.mkdir(parents=True, exist_ok=True)
+def copy_tokenizer(source: Path | None, target: Path, *, replaces: bool) -> list[str]:
+    """Copy the files of a tokenizer; returns their names.
+
+    Args:
+        source: folder with the files; None = there are none.
+        target: folder to write.
+        replaces: what `target` has of another model's tokenizer goes.
+    """
+    names = [name for name in _NAMES if source is not None and (source / name).is_file()]
+    if replaces:
+        for name in set(_NAMES).difference(names):
+            (target / name).unlink(missing_ok=True)
     for name in names:
+        assert source is not None
+        target.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source / name, target / name)
     return names
 
 
-def keep_config(config: Path, target: Path) -> None:
-    """Keep the configuration of an imported model, for what no option of ours says."""
-    target.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(config, target / CONFIG)
+def keep_config(config: Path | None, target: Path, *, replaces: bool) -> None:
+    """Keep the configuration of an imported model, for what no option of ours says.
+
+    Args:
+        config: its config.json; None = it has none.
+        target: folder to write.
+        replaces: what `target` has of another model goes.
+    """
+    if config is not None:
+        target.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(config, target / CONFIG)
+    elif replaces:
+        (target / CONFIG).unlink(missing_ok=True)
 
 
 def token_ids(folder: Path) -> dict[str, Any] | None:
@@ -62,21 +81,26 @@ def token_ids(folder: Path) -> dict[str, Any] | None:
         raise CheckpointError(f"cannot read {path}: {error}") from error
 
 
-def tokenizer_options(folder: Path) -> dict[str, Any]:
-    """Options that make a run use the tokenizer in a folder; empty where there is none."""
-    if not any((folder / name).is_file() for name in _WHOLE):
+def tokenizer_options(source: Path, target: Path) -> dict[str, Any]:
+    """Options that make a run use the tokenizer of one folder once it is copied to another.
+
+    Empty where there is none.
+    """
+    if not any((source / name).is_file() for name in _WHOLE):
         return {}
-    return {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(folder.resolve())}
+    return {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(target.resolve())}
 
 
 def kept_tokenizer(load: Path, options: Mapping[str, Any]) -> Path | None:
-    """The folder that an import left beside a checkpoint, or beside the one it was trained from.
+    """The tokenizer's folder that a model was trained with, or that an import left beside it.
 
     Args:
         load: save root, or the directory of one iteration.
         options: of the checkpoint's model.
     """
-    places = [load / FOLDER, load.parent / FOLDER]
+    root = load.parent if (load / METADATA_NAME).is_file() else load
+    places = [root / FOLDER]
     if options.get("tokenizer_type") == "HuggingFaceTokenizer":
-        places.append(Path(str(options.get("tokenizer_model"))))
+        stored = Path(str(options.get("tokenizer_model")))
+        places.insert(0, stored.parent if stored.is_file() else stored)
     return next((place for place in places if place.is_dir()), None)

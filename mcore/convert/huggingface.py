@@ -76,7 +76,7 @@ def state_of(folder: NamedTensors) -> tuple[dict[str, Any], ModelTensors]:
         return rules[name].join(parts).contiguous()
 
     tensors = ModelTensors(like, make)
-    check_shapes(options, tensors.like)
+    check_shapes(options, tensors)
     used = {source for rule in rules.values() for source in rule.sources}
     rest = {full: name for full, name in names.items() if full not in used}
     _check_rest(family, folder, rest, tensors)

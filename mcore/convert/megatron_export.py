@@ -14,7 +14,7 @@ from mcore.checkpoint.commit import replace_file
 from mcore.convert.megatron_args import args_from_options
 from mcore.convert.megatron_legacy import POINTER, RANK_FILE, RELEASE, WORD_EMBEDDINGS
 from mcore.convert.megatron_names import fused_name, layer_of, renumbered, shared_out
-from mcore.convert.model_options import ModelOptions
+from mcore.convert.model_options import ModelOptions, check_shapes
 from mcore.errors import CheckpointError, ConfigError
 
 _VERSION = 3.0
@@ -60,12 +60,18 @@ def write_legacy(
         The folder of the ranks.
 
     Raises:
-        CheckpointError: it cannot be cut like that, or the disk is full.
-        ConfigError: the layers do not add up.
+        CheckpointError: the parameters are not those of the model, it cannot be cut like that, or
+            the disk is full.
+        ConfigError: the layers do not add up, or a size is no positive number.
     """
+    for what, size in (("tensor-parallel size", tp), ("divisor of the vocabulary", divisible_by)):
+        if size < 1:
+            raise ConfigError(f"the {what} is {size}; use 1 or more")
+    check_shapes(options, tensors)
     layers = layers or [[options.num_layers]]
     total = sum(map(sum, layers))
-    if total != options.num_layers or len({len(stage) for stage in layers}) != 1:
+    negative = any(count < 0 for stage in layers for count in stage)
+    if negative or total != options.num_layers or len({len(stage) for stage in layers}) != 1:
         raise ConfigError(
             f"layers per stage {[list(stage) for stage in layers]} make {total} layers, the model "
             f"has {options.num_layers}"

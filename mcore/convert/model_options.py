@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from mcore.convert.model_state import outline_of
 from mcore.errors import CheckpointError, UnsupportedError
 
 # Stored beside the others and without influence on what the model computes.
@@ -169,16 +170,17 @@ def check_shapes(options: ModelOptions, tensors: Mapping[str, Tensor]) -> None:
         CheckpointError: some are absent, unknown or of another shape.
     """
     shapes = options.shapes()
-    absent, unknown = shapes.keys() - tensors.keys(), tensors.keys() - shapes.keys()
+    found = {name: tuple(outline_of(tensors, name).shape) for name in tensors}
+    absent, unknown = shapes.keys() - found.keys(), found.keys() - shapes.keys()
     if absent or unknown:
         raise CheckpointError(
             f"the parameters are not those of the model: absent {sorted(absent)}, "
             f"unknown {sorted(unknown)}"
         )
     wrong = [
-        f"{name} has {list(tensors[name].shape)}, the options say {list(shape)}"
+        f"{name} has {list(found[name])}, the options say {list(shape)}"
         for name, shape in shapes.items()
-        if tuple(tensors[name].shape) != shape
+        if found[name] != shape
     ]
     if wrong:
         raise CheckpointError(f"shapes contradict the options: {'; '.join(wrong)}")

@@ -92,18 +92,25 @@ def stored_model_options(
             f"{config_load} does not say how its model is built; give the model's flags instead of "
             "--use-checkpoint-args"
         )
-    return options | _moved_tokenizer(options, found[-1])
+    return moved_tokenizer(options, found[-1])
 
 
-def _moved_tokenizer(options: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """The tokenizer of an import lies in its save root: where that has been moved, it is there."""
+def moved_tokenizer(options: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """A model's options with its tokenizer where it is now.
+
+    That of an import lies in its save root: where that has been moved, it is there.
+
+    Args:
+        options: as the checkpoint has them.
+        directory: of the checkpoint, or its save root.
+    """
     path = options.get("tokenizer_model")
     if path is None or Path(path).exists():
-        return {}
+        return options
     for root in (directory, directory.parent):
         if (root / Path(path).name).exists():
-            return {"tokenizer_model": str(root / Path(path).name)}
-    return {}
+            return options | {"tokenizer_model": str(root / Path(path).name)}
+    return options
 
 
 def directory_problem(options: CheckpointConfig, *, may_be_elsewhere: bool = False) -> str | None:

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 from mcore.checkpoint import latest_iteration, read_common, read_tensors
 from mcore.cli import convert as command
 from mcore.convert import hf_files, hf_to_state, state_to_hf
+from mcore.convert.hf_tokenizer import kept_tokenizer
 from mcore.errors import CheckpointError, UnsupportedError
 from mcore.training.checkpointing import stored_model_options
 
@@ -323,6 +324,97 @@ def test_ids_and_tokenizer_make_the_way_back_and_follow_a_root_that_is_moved(tmp
     assert config["eos_token_id"] == [6, 7]
     assert "pad_token_id" not in config
     assert (tmp_path / "out" / "tokenizer.json").exists()
+
+
+def names_in(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def a_tokenizer(folder, *names):
+    for name in names:
+        (folder / name).write_text(str(folder))
+    return folder
+
+
+def test_writing_over_a_model_leaves_nothing_of_its_tokenizer(tmp_path):
+    first = a_tokenizer(edited(tmp_path, "llama"), "tokenizer.json", "added_tokens.json").rename(
+        tmp_path / "first"
+    )
+    second = a_tokenizer(edited(tmp_path, "llama"), "tokenizer.model")
+    saved, kept, out = tmp_path / "ckpt", tmp_path / "ckpt" / "tokenizer", tmp_path / "out"
+    over = ["--no-logits", "--overwrite-save"]
+    for source, names in (
+        (first, ["added_tokens.json", "tokenizer.json"]),
+        (second, ["tokenizer.model"]),
+        (GOLDEN / "llama" / "hf_initial", []),
+    ):
+        assert run("hf-to-mcore", "--hf", source, "--save", saved, *over) == 0
+        assert names_in(kept) == sorted(["config.json", *names])
+        assert run("mcore-to-hf", "--load", saved, "--hf", out, *over) == 0
+        assert names_in(out) == sorted(["config.json", "model.safetensors", *names])
+        assert ("tokenizer_model" in read_common(saved)["model"]) == bool(names)
+    assert run("hf-to-mcore", "--hf", first, "--save", saved, *over) == 0
+    (kept / "mine.txt").write_text("")
+    megatron = GOLDEN.parent / "checkpoints" / "llama" / "legacy_tp2_pp1"
+    words = ["--megatron", megatron, "--save", saved, "--overwrite-save"]
+    assert run("megatron-to-mcore", *words) == 0
+    assert names_in(kept) == ["mine.txt"]
+
+
+def test_an_import_that_fails_changes_no_tokenizer(tmp_path, monkeypatch):
+    saved, kept = tmp_path / "ckpt", tmp_path / "ckpt" / "tokenizer"
+    source = a_tokenizer(edited(tmp_path, "llama"), "tokenizer.json")
+    words = ["--hf", source, "--save", saved, "--no-logits", "--overwrite-save"]
+    assert run("hf-to-mcore", *words) == 0
+    before = (kept / "tokenizer.json").read_text()
+    (source / "tokenizer.json").write_text("another")
+
+    def full(*_):
+        raise CheckpointError("No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(command, "save_model_state", full)
+        with pytest.raises(CheckpointError):
+            run("hf-to-mcore", *words)
+    assert (kept / "tokenizer.json").read_text() == before
+    assert run("hf-to-mcore", *words) == 0
+    assert (kept / "tokenizer.json").read_text() == "another"
+
+
+def test_files_in_the_folder_of_a_first_export_stay(tmp_path):
+    saved, out = tmp_path / "ckpt", tmp_path / "out"
+    assert run("hf-to-mcore", "--hf", GOLDEN / "gpt2" / "hf_initial", "--save", saved) == 0
+    out.mkdir()
+    a_tokenizer(out, "tokenizer.json")
+    assert run("mcore-to-hf", "--load", saved, "--hf", out, "--no-logits") == 0
+    assert (out / "tokenizer.json").exists()
+
+
+def test_the_tokenizer_of_a_neighbour_is_not_taken(tmp_path):
+    root = tmp_path / "root"
+    for folder in (tmp_path / "tokenizer", root / "tokenizer", tmp_path / "own"):
+        folder.mkdir(parents=True)
+    assert kept_tokenizer(tmp_path / "other", {}) is None
+    assert kept_tokenizer(root, {}) == root / "tokenizer"
+    (root / "iter_0000000").mkdir()
+    (root / "iter_0000000" / "metadata.json").write_text("{}")
+    assert kept_tokenizer(root / "iter_0000000", {}) == root / "tokenizer"
+    stored = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(tmp_path / "own")}
+    assert kept_tokenizer(root, stored) == tmp_path / "own"
+    gone = stored | {"tokenizer_model": str(tmp_path / "gone")}
+    assert kept_tokenizer(root, gone) == root / "tokenizer"
+    file = a_tokenizer(tmp_path / "own", "tokenizer.json") / "tokenizer.json"
+    assert kept_tokenizer(root, stored | {"tokenizer_model": str(file)}) == tmp_path / "own"
+
+
+def test_a_single_file_goes_before_an_index_as_in_transformers(tmp_path):
+    folder = edited(tmp_path, "llama")
+    weights = {k: v + 1 for k, v in load_file(folder / "model.safetensors").items()}
+    save_file(weights, folder / "model-00001-of-00001.safetensors")
+    index = {"weight_map": dict.fromkeys(weights, "model-00001-of-00001.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert_equal(hf_to_state(folder)[1], hf_to_state(GOLDEN / "llama" / "hf_initial")[1])
+    assert torch.equal(logits(folder), logits(GOLDEN / "llama" / "hf_initial"))
 
 
 def stored_tokenizer(path):

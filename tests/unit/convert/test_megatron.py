@@ -25,7 +25,7 @@ from mcore.convert.megatron_legacy import read_legacy
 from mcore.convert.megatron_names import canonical_name, modern_qkv
 from mcore.convert.model_options import ModelOptions
 from mcore.convert.safe_pickle import Placeholder, load_dcp_metadata, load_torch_file
-from mcore.errors import CheckpointError, UnsupportedError
+from mcore.errors import CheckpointError, ConfigError, UnsupportedError
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 CHECKPOINTS = GOLDEN / "checkpoints"
@@ -300,6 +300,34 @@ def test_the_vocabulary_of_a_null_tokenizer():
         assert said["null_tokenizer_eod_id"] == (99 if eod is None else 3)
         args = args_from_options(options, padded_vocab_size=128, **said)
         assert options_from_args(args).vocab_size == 100
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"tp": 0}, "tensor-parallel size is 0"),
+        ({"divisible_by": 0}, "divisor of the vocabulary is 0"),
+        ({"layers": [[4], [-1]]}, "layers per stage"),
+    ],
+)
+def test_sizes_that_are_none(tmp_path, changes, complaint):
+    options, tensors = read(CHECKPOINTS / "llama" / "torch_dist")
+    with pytest.raises(ConfigError, match=complaint):
+        write_legacy(options, tensors, tmp_path / "out", **changes)
+    assert not (tmp_path / "out").exists()
+
+
+def test_parameters_that_are_not_those_of_the_options_are_not_written(tmp_path):
+    options, tensors = read(CHECKPOINTS / "llama" / "torch_dist")
+    name = "decoder.layers.1.mlp.linear_fc2.weight"
+    for wrong in (
+        {k: v for k, v in tensors.items() if k != name},
+        tensors | {"extra": tensors[name]},
+        tensors | {name: tensors[name][:-1]},
+    ):
+        with pytest.raises(CheckpointError, match=rf"extra|{name}"):
+            write_legacy(options, wrong, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

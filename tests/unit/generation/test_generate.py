@@ -5,8 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import AutoModelForCausalLM
 
+from mcore.cli import generate as command
 from mcore.cli.generate import tokenizer_config
 from mcore.cli.main import main
 from mcore.convert import hf_to_state, save_model_state
@@ -140,6 +144,53 @@ def test_the_command(roots, capsys):
     assert "nothing to continue" in capsys.readouterr().err
     assert main([*words, *tokenizer, "--temperature", "0"]) == 2
     assert main(["generate", "--load", str(roots["gpt2"] / "x"), "--prompt", "5"]) == 1
+
+
+def test_a_file_of_prompts_is_taken_a_batch_at_a_time(roots, tmp_path, capsys, monkeypatch):
+    file, batches = tmp_path / "prompts", []
+
+    def counted(model, prompts, **options):
+        batches.append(len(prompts))
+        return generate_batch(model, prompts, **options)
+
+    monkeypatch.setattr(command, "generate_batch", counted)
+    file.write_text("\n".join(f"{n}\x1c7" for n in range(1, 36)) + "\r\n")  # \x1c: a blank here
+    words = ["generate", "--load", str(roots["gpt2"]), "--prompts-file", str(file), "--json"]
+    words += ["--max-new-tokens", "1", "--tokenizer-type", "NullTokenizer", "--vocab-size", "1000"]
+    assert main(words) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["prompt_tokens"] for row in rows] == [[n, 7] for n in range(1, 36)]
+    assert batches == [32, 3]
+    together = greedy(
+        load_model(roots["gpt2"]).model, [[n, 7] for n in range(1, 36)], max_new_tokens=1
+    )
+    assert main([*words, "--greedy"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["new_tokens"] for row in rows] == together
+    file.write_bytes(b"5 \xff")
+    assert main(words) == 2
+    assert "is not text in UTF-8" in capsys.readouterr().err
+    file.unlink()
+    assert main(words) == 2
+    assert "cannot read --prompts-file" in capsys.readouterr().err
+
+
+def test_the_tokenizer_of_a_root_that_was_moved(tmp_path, capsys):
+    options, tensors = hf_to_state(GOLDEN / "gpt2" / "hf_initial")
+    old, new = tmp_path / "old", tmp_path / "new"
+    options |= {
+        "tokenizer_type": "HuggingFaceTokenizer",
+        "tokenizer_model": str(old / "tokenizer"),
+    }
+    save_model_state(old, options, tensors, {})
+    (old / "tokenizer").mkdir()
+    words = {f"w{n}": n for n in range(1000)}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    tokenizer.save(str(old / "tokenizer" / "tokenizer.json"))
+    old.rename(new)
+    assert main(["generate", "--load", str(new), "--prompt", "w5 w6", "--max-new-tokens", "1"]) == 0
+    assert capsys.readouterr().out.startswith("w5 w6 w")
 
 
 def test_tokenizer_flags_replace_what_is_stored():
