@@ -56,8 +56,9 @@ class Muon:
         (self._group,) = [group for group in groups if group["is_matrix"]]
         self._axes = tuple(axes)
         self._batches = list(batches_of(matrices, self._axes))
+        # Of empty shards too: a checkpoint asks for the state of each.
         self._momenta: dict[Tensor, Tensor] = {
-            item.main: torch.zeros_like(item.main) for _, item in matrices if item is not None
+            main: torch.zeros_like(main) for main in self._group["params"]
         }
         mains = list(self._momenta) or [p for group in groups for p in group["params"]]
         dtype = mains[0].dtype if mains else torch.float32

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mcore.config.optimizer import OptimizerConfig
+from mcore.device import current_device
 from mcore.distributed import DataParallelModule, ParamPart, share_tied_parameters
 from mcore.errors import ConfigError
 from mcore.optimizer.adam import Adam
@@ -85,8 +86,8 @@ class MegatronOptimizer:
         self.config = config
         self.context = context
         self.params = collect_params(model_chunks, context, config)
-        devices = [param.device for chunk in model_chunks for param in chunk.parameters()]
-        self._device = devices[0] if devices else torch.device("cpu")
+        devices = (param.device for chunk in model_chunks for param in chunk.parameters())
+        self._device = next(devices, current_device())  # a pipeline stage may have no parameters
         self.optimizer = self._build_rule(model_chunks)
         self.grad_scaler = build_grad_scaler(config, self._device)
         self._norm_groups: tuple[Group, ...] = (context.mp,)
@@ -216,13 +217,17 @@ class MegatronOptimizer:
                     item.main.copy_(item.part.data)
 
     def refresh_host_copies(self) -> None:
-        """Take copies in host memory anew from the model, after a checkpoint was read.
+        """Make host and device agree again, after a checkpoint was read.
 
-        Of parameters with a main parameter of their own the checkpoint had that.
+        Of parameters with a main parameter of their own the checkpoint had that, and the model
+        takes it: of ZeRO-3's shards, which are as precise, nothing else was read. Of others it had
+        the model's.
         """
         with torch.no_grad():
             for item in self.params:
-                if item.is_offloaded and not item.has_main_param:
+                if item.is_offloaded and item.has_main_param:
+                    item.part.data.copy_(item.main)
+                elif item.is_offloaded:
                     item.main.copy_(item.part.data)
 
     def named_states(self) -> Iterator[tuple[str, nn.Parameter, dict[str, Tensor]]]:

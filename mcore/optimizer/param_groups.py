@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,7 +96,9 @@ def collect_params(
 ) -> list[OptimizedParam]:
     """What this rank updates, with main parameters where they are needed."""
     found = [(chunk, part) for chunk in model_chunks for part in _parts(chunk, context)]
-    offloaded = choose_offloaded([part for _, part in found], config)
+    wrapped = [chunk for chunk in model_chunks if isinstance(chunk, DataParallelModule)]
+    tied = {key for chunk in wrapped for key in chunk.replicas.tied_keys}
+    offloaded = choose_offloaded([part for _, part in found], config, tied)
     return [
         OptimizedParam(
             part,
@@ -108,22 +110,27 @@ def collect_params(
     ]
 
 
-def choose_offloaded(parts: Sequence[ParamPart], config: OptimizerConfig) -> set[int]:
+def choose_offloaded(
+    parts: Sequence[ParamPart], config: OptimizerConfig, tied: Collection[str] = ()
+) -> set[int]:
     """Numbers of the parts whose state goes to the host: the first, up to the asked fraction.
 
-    Parts that are in host memory already are left alone.
+    Parts that are in host memory already are left alone. Of parameters with a copy on another stage
+    either all copies go or none: host and device round differently, and copies would drift apart.
 
     Args:
         parts: what this rank updates.
         config: whether, and which fraction by elements.
+        tied: names of parameters with a copy on another stage.
     """
     if not config.optimizer_cpu_offload:
         return set()
     movable = [i for i, part in enumerate(parts) if not is_on_host(part.data)]
     limit = config.optimizer_offload_fraction * sum(parts[i].data.numel() for i in movable)
+    stays = tied if config.optimizer_offload_fraction < 1.0 else ()
     chosen, taken = set(), 0
     for i in movable:
-        if taken < limit:
+        if taken < limit and parts[i].name not in stays:
             chosen.add(i)
             taken += parts[i].data.numel()
     return chosen

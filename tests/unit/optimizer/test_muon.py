@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from mcore import parallel_state
+from mcore.distributed import DistributedDataParallelConfig, FullyShardedDataParallel
 from mcore.errors import ConfigError
 from mcore.optimizer import OptimizerConfig, get_megatron_optimizer
 from mcore.optimizer.newton_schulz import (
@@ -230,3 +231,22 @@ def test_each_matrix_is_computed_whole():
     for results in run_distributed(double_everywhere, 4, [(4, 3), (6, 5), (2, 7), (8, 8), (4, 4)]):
         assert results
         assert all(results)
+
+
+def states_of_one_row():
+    parallel_state.initialize_model_parallel()
+    options = DistributedDataParallelConfig(data_parallel_sharding_strategy="optim_grads_params")
+    chunk = FullyShardedDataParallel(None, options, nn.Linear(6, 1))
+    config = OptimizerConfig(optimizer="muon", lr=0.02)
+    optimizer = get_megatron_optimizer(config, [chunk])
+    return [
+        {key: state.numel() for key, state in states.items()}
+        for name, _, states in optimizer.named_states()
+        if name == "weight"
+    ]
+
+
+@pytest.mark.dist
+def test_an_empty_shard_has_a_momentum():
+    wanted = [[{"momentum_buffer": 6}], [{"momentum_buffer": 0}]]
+    assert run_distributed(states_of_one_row, 2) == wanted

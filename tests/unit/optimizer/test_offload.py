@@ -4,7 +4,16 @@ import pytest
 import torch
 from torch import nn
 
+from mcore import parallel_state
+from mcore.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    FullyShardedDataParallel,
+)
+from mcore.models.gpt import GPTModel
 from mcore.optimizer import OptimizerConfig, get_megatron_optimizer, param_groups
+from mcore.testing import run_distributed
+from mcore.transformer import TransformerConfig
 
 
 def make_net(dtype):
@@ -74,6 +83,60 @@ def test_host_copies_follow_a_model_that_was_read():
         net[0].weight.fill_(2.0)
     optimizer.refresh_host_copies()
     assert all(bool((item.main == item.part.data).all()) for item in optimizer.params)
+
+
+def offloading(chunk, **options):
+    """An optimizer of a chunk, as with `movable` in another process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(param_groups, "is_on_host", lambda _: False)
+        config = OptimizerConfig(lr=0.01, optimizer_cpu_offload=True, **options)
+        return get_megatron_optimizer(config, [chunk])
+
+
+def read_into_shards():
+    parallel_state.initialize_model_parallel()
+    options = DistributedDataParallelConfig(data_parallel_sharding_strategy="optim_grads_params")
+    chunk = FullyShardedDataParallel(None, options, make_net(torch.bfloat16))
+    optimizer = offloading(chunk)
+    for _, _, tensors in optimizer.named_states():
+        tensors["main_param"].fill_(2.0)  # as a checkpoint's
+    optimizer.refresh_host_copies()
+    output = chunk(torch.ones(1, 6, dtype=torch.bfloat16))
+    shards = [part.data for part in chunk.own_parts()]
+    # The norm's input is alike everywhere, so that it returns its bias: 8 x 2 x 2 + 2.
+    return all(bool((shard == 2.0).all()) for shard in shards), output.flatten().tolist()
+
+
+@pytest.mark.dist
+def test_shards_follow_main_parameters_that_were_read():
+    assert run_distributed(read_into_shards, 2) == [(True, [34.0] * 3)] * 2
+
+
+def choose_with_a_tied_embedding(fraction):
+    context = parallel_state.initialize_model_parallel(1, 2)
+    config = TransformerConfig(num_layers=2, hidden_size=8, num_attention_heads=2)
+    first = context.pp.is_first
+    model = GPTModel(
+        config,
+        vocab_size=16,
+        max_sequence_length=4,
+        pre_process=first,
+        post_process=not first,
+        share_embeddings_and_output_weights=True,
+    )
+    options = DistributedDataParallelConfig()
+    chunk = DistributedDataParallel(config, options, model)
+    params = offloading(chunk, optimizer_offload_fraction=fraction).params
+    return {item.name for item in params if item.is_offloaded}
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("fraction", [0.5, 1.0])
+def test_copies_of_a_tied_embedding_go_together_or_not_at_all(fraction):
+    first, last = run_distributed(choose_with_a_tied_embedding, 2, fraction)
+    assert "decoder.layers.0.mlp.linear_fc1.weight" in first
+    tied = "embedding.word_embeddings.weight"
+    assert (tied in first, tied in last) == (fraction == 1.0, fraction == 1.0)
 
 
 def test_on_the_cpu_nothing_moves():
