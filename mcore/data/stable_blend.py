@@ -127,14 +127,17 @@ class StableBlend(DelegatingDataset):
         return self.datasets[name], cursor + int(samples[index - segment["start"]])
 
     def _drawn(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        if number not in self._draws:
+        draws = (
+            self._draws
+        )  # before the segments: a thread that reads ahead never mixes old and new
+        if number not in draws:
             segment = self._segments[number]
             following = self._segments[number + 1 : number + 2]
             end = following[0]["start"] if following else self._size
-            self._draws[number] = blend_order(
+            draws[number] = blend_order(
                 list(segment["weights"].values()), max(0, end - segment["start"])
             )
-        return self._draws[number]
+        return draws[number]
 
 
 def match_corpora(known: Mapping[str, str | None], ours: Mapping[str, str]) -> dict[str, str]:

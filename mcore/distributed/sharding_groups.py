@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -26,8 +27,15 @@ class ShardingGroups:
     replica: Group
 
 
-def build_sharding_groups(context: ParallelContext, instances: int = 1) -> ShardingGroups:
+def build_sharding_groups(
+    context: ParallelContext, instances: int = 1, *, timeout: timedelta | None = None
+) -> ShardingGroups:
     """Split the data-parallel ranks into `instances` runs, each with the whole optimizer state.
+
+    Args:
+        context: groups.
+        instances: copies of the optimizer state.
+        timeout: of the groups that are made; torch's default when None.
 
     Comm: with more than one instance it creates communicators; every rank of the world takes part.
 
@@ -49,15 +57,19 @@ def build_sharding_groups(context: ParallelContext, instances: int = 1) -> Shard
         shards += runs
         replicas += list(zip(*runs, strict=True))
     return ShardingGroups(
-        whole, _member("dp-shard", shards, context), _member("dp-replica", replicas, context)
+        whole,
+        _member("dp-shard", shards, context, timeout),
+        _member("dp-replica", replicas, context, timeout),
     )
 
 
-def _member(name: str, groups: list[tuple[int, ...]], context: ParallelContext) -> Group:
+def _member(
+    name: str, groups: list[tuple[int, ...]], context: ParallelContext, timeout: timedelta | None
+) -> Group:
     """This rank's group of a kind; torch wants every rank to create all of them in one order."""
     mine: Group | None = None
     for ranks in groups:
-        handle = dist.new_group(list(ranks))
+        handle = dist.new_group(list(ranks), timeout=timeout)
         if context.rank in ranks:
             mine = Group(name, ranks, ranks.index(context.rank), handle)
     assert mine is not None

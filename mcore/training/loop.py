@@ -26,7 +26,7 @@ from mcore.training.initialize import Runtime
 from mcore.training.logging import RunLog
 from mcore.training.memory_watch import MemoryWatch
 from mcore.training.replica_check import check_replicas
-from mcore.training.setup import TrainState
+from mcore.training.setup import TrainState, follow_data_order
 from mcore.training.step import StepFunctions, settle
 from mcore.training.token_budget import TokenBudgetLoader
 
@@ -132,7 +132,11 @@ class Run:
     def _go_back(self, order: RollBack, streams: list[BatchStream]) -> None:
         assert self.restore_from is not None
         self.writer.wait()
+        # Of what was to be done when the checkpoint was written this run has done its part.
+        is_owed = self.state.evaluation_is_owed
         checkpointing.go_back(self.state, self.config, self.runtime.ctx, self.restore_from)
+        self.state.evaluation_is_owed = is_owed
+        follow_data_order(self.state, self.datasets[0])
         if self.state.iteration >= order.iteration:
             raise CheckpointError(
                 f"{self.restore_from} was to take the run back from iteration {order.iteration}, "

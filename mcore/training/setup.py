@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 from torch import nn
@@ -179,7 +180,11 @@ def wrap_chunks(
         options = DistributedDataParallelConfig(grad_reduce_in_fp32=options.keeps_grads_wide)
     elif options.sharding_stage == 3:
         wrapper = FullyShardedDataParallel
-    groups = build_sharding_groups(ctx, options.num_distributed_optimizer_instances)
+    groups = build_sharding_groups(
+        ctx,
+        options.num_distributed_optimizer_instances,
+        timeout=timedelta(minutes=config.runtime.distributed_timeout_minutes),
+    )
     return [
         wrapper(config.model, options, module, context=ctx, groups=groups) for module in modules
     ]
