@@ -97,6 +97,10 @@ class NumMicroBatchesCalculator(ABC):
     def global_batch_sizes(self) -> Sequence[int]:
         """Every global batch size that the options ask for at some time."""
 
+    def last_change(self) -> int:
+        """Consumed samples from which on the global batch size stays as it is."""
+        return 0
+
 
 class ConstantNumMicroBatchesCalculator(NumMicroBatchesCalculator):
     """The same global batch size throughout.
@@ -200,6 +204,10 @@ class RampupBatchsizeNumMicroBatchesCalculator(NumMicroBatchesCalculator):
         start, increment = self.start_global_batch_size, self.batch_size_increment
         return range(start, self.global_batch_size + 1, increment)
 
+    def last_change(self) -> int:
+        """The end of the ramp."""
+        return self.ramup_samples
+
 
 class StepBatchsizeNumMicroBatchesCalculator(NumMicroBatchesCalculator):
     """A global batch size by thresholds of consumed samples.
@@ -229,6 +237,10 @@ class StepBatchsizeNumMicroBatchesCalculator(NumMicroBatchesCalculator):
     def global_batch_sizes(self) -> Sequence[int]:
         """Those of the thresholds."""
         return tuple(size for _, size in self.schedule)
+
+    def last_change(self) -> int:
+        """The last threshold."""
+        return self.schedule[-1][0]
 
 
 _SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}

@@ -204,12 +204,11 @@ def largest_batch(calculator: NumMicroBatchesCalculator) -> int:
 
 def _count_iterations(calculator: NumMicroBatchesCalculator, train_samples: int) -> int:
     """Whole global batches in a number of samples."""
-    largest = calculator.global_batch_size_at(sys.maxsize)
     consumed = iterations = 0
     while True:
         calculator.update(consumed)
         size = calculator.get_current_running_global_batch_size()
-        if calculator.get_current_global_batch_size() == largest:
+        if consumed >= calculator.last_change():
             return iterations + max(0, train_samples - consumed) // size
         if consumed + size > train_samples:
             return iterations

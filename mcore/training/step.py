@@ -406,27 +406,33 @@ def reduce_loss(records: Sequence[Any], runtime: Runtime) -> tuple[Tensor, Tenso
     ctx: ParallelContext = runtime.ctx
     totals = torch.zeros(2, dtype=torch.float64, device=runtime.device)
     for record in records:
-        loss_sum, num_tokens = read_record(record)
+        loss_sum, num_tokens = read_record(record, runtime.device)
         totals += torch.stack([loss_sum.detach().double(), num_tokens.detach().double()])
     all_reduce_(totals, ctx.dp_cp)
     all_reduce_(totals, ctx.pp)
     return totals[0] / totals[1].clamp(min=1.0), totals[1]
 
 
-def read_record(record: Any) -> tuple[Tensor, Tensor]:
-    """(sum of losses, number of tokens) of a micro batch.
+def read_record(record: Any, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(sum of losses, number of tokens) of a micro batch, on the device.
 
     A record is `(loss_sum, num_tokens)`, or Megatron's dictionary whose first entry is the reported
-    loss: a pair (sum, tokens), or a mean, which counts as one token.
+    loss: a pair (sum, tokens), or a mean, which counts as one token. They may be Python numbers, or
+    tensors of any device.
     """
     if isinstance(record, dict):
         record = next(iter(record.values()))
-    if isinstance(record, Tensor) and record.numel() == 2:
-        return record.flatten()[0], record.flatten()[1]
     if isinstance(record, (tuple, list)):
         loss_sum, num_tokens = record
-        if not isinstance(num_tokens, Tensor):  # filled there: a copy would be waited for
-            return loss_sum, torch.full((), num_tokens, device=loss_sum.device)
-        return loss_sum, num_tokens.to(loss_sum.device, non_blocking=True)
-    mean = torch.as_tensor(record)
-    return mean, torch.ones_like(mean)
+        return _on(loss_sum, device), _on(num_tokens, device)
+    reported = _on(record, device)
+    if reported.numel() == 2:
+        return reported.flatten()[0], reported.flatten()[1]
+    return reported, torch.ones_like(reported)
+
+
+def _on(number: Tensor | float, device: torch.device) -> Tensor:
+    if isinstance(number, Tensor):
+        return number.to(device, non_blocking=True)
+    # Filled there: a copy would be waited for.
+    return torch.full((), float(number), dtype=torch.float64, device=device)

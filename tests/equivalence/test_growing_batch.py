@@ -46,10 +46,21 @@ def test_iterations_exclude_it(corpus):
         build_config(parse(command(corpus, 5, "--rampup-batch-size 4 4 24")))
 
 
-def test_steps_by_tokens(corpus):
-    words = growing(corpus, "--step-batch-size-schedule", "0:4,192:12")
+def stepping(corpus, schedule):
+    words = growing(corpus, "--step-batch-size-schedule", schedule)
     for flag, size in (("--rampup-batch-size", 4), ("--global-batch-size", 2)):
         at = words.index(flag)
         del words[at : at + size]
+    return words
+
+
+def test_iterations_of_a_batch_that_returns_to_its_first_size(corpus):
+    """4 samples to sample 12, 12 samples to sample 36, and 4 to the 60th."""
+    words = stepping(corpus, "0:4,192:12,576:4")
+    assert resolve(build_config(parse(words)), 1).train_iters == 3 + 2 + 6
+
+
+def test_steps_by_tokens(corpus):
+    words = stepping(corpus, "0:4,192:12")
     assert resolve(build_config(parse(words)), 1).train_iters == 7
     assert series(train(words, SINGLE), "global_batch_size") == [4, 4, 4, 12, 12, 12, 12]

@@ -17,10 +17,17 @@ from mcore.training.step import read_record, settle
         ({"lm loss": torch.tensor(3.0)}, (3.0, 1.0)),
         (torch.tensor(3.0), (3.0, 1.0)),
         ((torch.tensor(12.0), 4), (12.0, 4.0)),
+        ((12.0, 4), (12.0, 4.0)),
+        ((12.0, torch.tensor(4)), (12.0, 4.0)),
+        ({"lm loss": (12.0, 4)}, (12.0, 4.0)),
+        ({"lm loss": 3.0}, (3.0, 1.0)),
     ],
 )
 def test_every_form_of_a_reported_loss(record, wanted):
-    assert tuple(float(x) for x in read_record(record)) == wanted
+    cpu = torch.device("cpu")
+    assert tuple(float(x) for x in read_record(record, cpu)) == wanted
+    elsewhere = read_record(record, torch.device("meta"))  # as on a GPU
+    assert {x.device.type for x in elsewhere} == {"meta"}
 
 
 class Schedule:
