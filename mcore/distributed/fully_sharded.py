@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from mcore.config.distributed import DistributedDataParallelConfig
+from mcore.device import current_device
 from mcore.distributed.compute_dtypes import compute_dtypes, only_dtype, widened
 from mcore.distributed.data_parallel import DataParallelModule, ParamPart
 from mcore.distributed.param_units import param_units
@@ -108,7 +109,9 @@ class FullyShardedDataParallel(DataParallelModule):
         ]
         local = {id(param): name for name, param in module.named_parameters()}
         shapes = {local[id(param)]: tuple(param.shape) for _, param, _, _ in declared}
-        self._deal_out(compute_dtypes(module))
+        own = (param.device for param in module.parameters())
+        device = next(own, current_device())  # a pipeline stage may have no parameters
+        self._deal_out(compute_dtypes(module), device)
         sharded = dict(module.named_parameters())
         for _, param, sharding, _ in declared:
             set_sharding(sharded[local[id(param)]], sharding)
@@ -120,11 +123,10 @@ class FullyShardedDataParallel(DataParallelModule):
         self.replicas = find_replicas(module, self.context)
         gathered = set(self._units())
         units = [(name, unit) for name, unit in module.named_modules() if unit in gathered]
-        self._agreement = UnitAgreement(units, self.groups.all, self._shards[0].data.device)
+        self._agreement = UnitAgreement(units, self.groups.all, device)
 
-    def _deal_out(self, dtypes: dict[nn.Parameter, torch.dtype]) -> None:
+    def _deal_out(self, dtypes: dict[nn.Parameter, torch.dtype], device: torch.device) -> None:
         """Hand the units to `fully_shard`, each with the one dtype that it computes with."""
-        device = next(self.module.parameters()).device
         mesh = _mesh(self.groups, device.type)
         keeps = self.context.pp.size > 1 and not self.ddp_config.reshard_every_microbatch
         units, of_root = [], []
@@ -229,7 +231,8 @@ class FullyShardedDataParallel(DataParallelModule):
     def scale_gradients(self, factor: float | Tensor) -> None:
         """Multiply all gradients by a number or a 0-dimensional tensor."""
         grads = [self.own_grad(s.param) for s in self._shards if s.param.requires_grad]
-        torch._foreach_mul_(grads, factor)
+        if grads:
+            torch._foreach_mul_(grads, factor)
 
     def trained_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Global names and parameters."""

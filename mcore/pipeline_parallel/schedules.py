@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from mcore import parallel_state
+from mcore.device import current_device
 from mcore.errors import ConfigError
 from mcore.pipeline_parallel.executor import ForwardStepFunc, PipelineExecutor
 from mcore.pipeline_parallel.hooks import ScheduleHooks
@@ -157,9 +158,8 @@ def _entry_point(schedule: Schedule | ScheduleName, name: str, summary: str) -> 
         chosen = schedule if isinstance(schedule, Schedule) else _from_model(schedule, chunks)
         _check_fit(chosen, chunks, ctx)
         pipeline = build_pipeline(chosen, ctx.pp.size, num_microbatches, forward_only)
-        device = next(
-            (p.device for chunk in chunks for p in chunk.parameters()), torch.device("cpu")
-        )
+        own = (p.device for chunk in chunks for p in chunk.parameters())
+        device = next(own, current_device())  # a stage may have no parameters
         p2p = None
         if ctx.pp.size > 1:
             length = seq_length if decoder_seq_length is None else decoder_seq_length

@@ -268,6 +268,23 @@ def held_parameters(state):
     return updated, report_parameters(state.chunks, ParallelContext.single())
 
 
+@pytest.mark.full
+@pytest.mark.dist
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_a_stage_without_layers(corpus, tmp_path, stage, schedule):
+    words = tiny_command(corpus, 4, "--num-layers 2")
+    flags = f"--pipeline-model-parallel-layout Et||tL --zero-stage {stage}"
+    saving = f"--pipeline-schedule {schedule} --save {tmp_path}/c --save-interval 2"
+    records = train([*words, *f"{flags} {saving}".split()], Layout(pp=3))
+    wanted = train(words, SINGLE)
+    assert largest_difference(records, wanted) <= LAYOUT_TOLERANCE
+    again = f"{flags} {saving} --load {tmp_path}/c --ckpt-step 2 --no-load-rng"
+    assert largest_difference(train([*words, *again.split()], Layout(pp=3)), wanted[2:]) <= (
+        LAYOUT_TOLERANCE
+    )
+
+
 #: Splits of a model of five layers: layout, flags of the split and flags of the model.
 SPLITS = {
     "ends": (Layout(pp=2), "--decoder-first-pipeline-num-layers 2", ""),
