@@ -65,7 +65,9 @@ class StabilityConfig:
     )
     loss_spike_lr_dip_iters: int = flag(100, help="Iterations until the learning rate is back.")
     grad_norm_skip_threshold: float | None = flag(
-        None, help="Leave out every update whose gradient norm (before clipping) is above this."
+        None,
+        help="Leave out every update whose gradient norm (before clipping) is above this. To tell "
+        "of it every step waits for the device, also with --loss-spike-policy off.",
     )
     iterations_to_skip: tuple[str, ...] | None = flag(
         None,

@@ -24,6 +24,7 @@ from mcore.training.autopilot import Autopilot, build_autopilot
 from mcore.training.checkpoint_writer import CheckpointWriter
 from mcore.training.exits import Exits, tell_workers
 from mcore.training.garbage import garbage_collection
+from mcore.training.idle_options import idle_options
 from mcore.training.initialize import (
     Launch,
     Runtime,
@@ -244,8 +245,8 @@ def _tell_notes(prepared: Prepared, runtime: Runtime) -> None:
             "THE RUN STARTS NEW: --load %s is the --save directory and holds no checkpoint yet",
             config.checkpoint.load,
         )
-    if config.model.sequence_parallel and config.model.tensor_model_parallel_size == 1:
-        warn_ignored("--sequence-parallel", "the tensor-parallel size is 1")
+    for option, reason in idle_options(config):
+        warn_ignored(option, reason)
     warn_of_silent_options(config)
 
 
