@@ -112,8 +112,8 @@ def is_on_host(x: Tensor) -> bool:
 
 def host_copy(x: Tensor) -> Tensor:
     """A copy in host memory, pinned where there is a GPU: transfers need not be waited for."""
-    copied = x.detach().to("cpu", copy=True)
-    return copied.pin_memory() if torch.cuda.is_available() else copied
+    pinned = torch.cuda.is_available()
+    return torch.empty_like(x.detach(), device="cpu", pin_memory=pinned).copy_(x.detach())
 
 
 def send(x: Tensor, device: torch.device) -> Tensor:

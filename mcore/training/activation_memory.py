@@ -83,8 +83,9 @@ def block_activations(
     """What a chunk's layers keep of a microbatch, and the largest moments of their backward.
 
     Returns:
-        Bytes kept, and pairs (bytes kept still, bytes beside them): in the backward of the last
-        layer, and where the first recomputed layers are run again.
+        Bytes kept on the device, and pairs (bytes kept still, bytes beside them): in the backward
+        of the last layer, and where the first recomputed layers are run again or offloaded ones
+        come back.
     """
     model = config.model
     if num_layers == 0:
@@ -103,8 +104,15 @@ def block_activations(
         if step < num_layers:
             moments.append((kept, layer.gradients))
         return kept, moments
-    kept = num_layers * layer.kept
-    return kept, [(kept, layer.recomputed + layer.gradients)]
+    beside = layer.recomputed + layer.gradients
+    offloaded = 0
+    if config.runtime.device != "cpu":
+        offloaded = min(model.cpu_offloading_num_layers, num_layers)
+    kept = (num_layers - offloaded) * layer.kept
+    moments = [(kept, beside)]
+    if offloaded:  # it comes back for its own backward, when all later layers' are gone
+        moments.append((0, layer.kept + beside))
+    return kept, moments
 
 
 def head_activations(

@@ -43,7 +43,8 @@ class RankMemory:
         main_parameters: fp32 copies that the optimizer updates.
         moments: the update rule's running tensors.
         in_host_memory: main parameters and moments that `--optimizer-cpu-offload` keeps off the
-            device; not part of the others.
+            device; not part of the others. Activations of `--cpu-offloading-num-layers` are in
+            neither.
         activations: kept for backward, at the peak.
         workspace: everything else at the peak.
     """

@@ -6,7 +6,6 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import save_on_cpu
 
 from mcore.config.transformer import TransformerConfig
 from mcore.parallel_state import tensor_model_parallel_group_or
@@ -14,6 +13,7 @@ from mcore.tensor_parallel.mappings import AnyGroup
 from mcore.tensor_parallel.random import checkpoint
 from mcore.transformer.documents import AttentionMask
 from mcore.transformer.dropout import DropoutState
+from mcore.transformer.host_activations import saved_on_host
 from mcore.transformer.layer import TransformerLayer
 from mcore.transformer.norm import build_norm
 from mcore.transformer.rotary import RotaryTables
@@ -71,8 +71,8 @@ class TransformerBlock(nn.Module):
                 # The group is bound, not passed: the first argument is what may be distributed.
                 run = partial(_run, group)
                 hidden_states = checkpoint(run, distributed, hidden_states, *others)
-            elif number < self.cpu_offloading_num_layers and hidden_states.is_cuda:
-                with save_on_cpu(pin_memory=True):
+            elif number < self.cpu_offloading_num_layers:
+                with saved_on_host(group):
                     hidden_states = _run(group, hidden_states, *others)
             else:
                 hidden_states = _run(group, hidden_states, *others)

@@ -11,6 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 from mcore.config.tokenizer import TokenizerConfig
 from mcore.errors import ConfigError
 from mcore.optimizer import gradients
+from mcore.training.activation_memory import LayerActivations, block_activations
 from mcore.training.arguments import build_config, parse
 from mcore.training.memory import memory_table, predict_memory
 from pretrain_gpt import datasets_provider, forward_step, model_provider
@@ -186,6 +187,13 @@ def test_the_table_tells_what_goes_to_the_host(corpus):
     assert header.endswith("in host memory")
     assert float(line.split("|")[-1]) == pytest.approx(ranks[0].in_host_memory / 2**20, abs=0.05)
     assert ranks[0].in_host_memory == 12 * ranks[0].num_parameters
+
+
+def test_offloaded_layers_keep_nothing_on_the_device(corpus):
+    layer = LayerActivations(kept=100, recomputed=5, gradients=7, boundary=3)
+    for device, wanted in (("cuda", (200, [(200, 12), (0, 112)])), ("cpu", (400, [(400, 12)]))):
+        words = command(corpus, 2, f"--cpu-offloading-num-layers 2 --device {device}")
+        assert block_activations(build_config(parse(words)), layer, 4) == wanted
 
 
 def test_the_table_has_a_line_for_every_pipeline_rank(corpus):
