@@ -1,6 +1,6 @@
 """A language model that is no transformer; run it like pretrain_gpt.py, with any of its flags.
 
-Each layer looks one token further back.
+Each layer looks one token further back. The vocabulary, not padded here, must be divisible by tp.
 """
 
 from __future__ import annotations
@@ -8,17 +8,13 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mcore import tensor_parallel as tp
 from mcore.config.run import RunConfig
 from mcore.config.transformer import TransformerConfig
-from mcore.tensor_parallel import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    VocabParallelEmbedding,
-    vocab_parallel_cross_entropy,
-)
 from mcore.training import Stage, corpus_files, pretrain
 from pretrain_gpt import datasets_provider, loss_func
 
@@ -26,13 +22,14 @@ from pretrain_gpt import datasets_provider, loss_func
 class ShiftLayer(nn.Module):
     """x + MLP(norm(x), norm(x) of the token before)."""
 
-    def __init__(self, config: TransformerConfig) -> None:
+    def __init__(self, config: TransformerConfig, seed: int) -> None:
         super().__init__()
+        torch.manual_seed(seed)  # the same weights whatever else is in the stage
         h = config.hidden_size
         self.norm = nn.LayerNorm(h, dtype=config.params_dtype)
-        self.now = ColumnParallelLinear(h, config.ffn_size, config=config)
-        self.before = ColumnParallelLinear(h, config.ffn_size, config=config, bias=False)
-        self.out = RowParallelLinear(config.ffn_size, h, config=config, input_is_parallel=True)
+        self.now = tp.ColumnParallelLinear(h, config.ffn_size, config=config)
+        self.before = tp.ColumnParallelLinear(h, config.ffn_size, config=config, bias=False)
+        self.out = tp.RowParallelLinear(config.ffn_size, h, config=config, input_is_parallel=True)
 
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, h] -> [s, b, h]."""
@@ -45,16 +42,19 @@ class ShiftModel(nn.Module):
 
     def __init__(self, config: RunConfig, stage: Stage) -> None:
         super().__init__()
+        seed = config.training.seed
         self.config = config.model  # the schedule reads hidden_size, the shape that travels
         self.layer_offset = stage.layers.start  # checkpoints number the layers of the whole model
-        self.layers = nn.ModuleList(ShiftLayer(config.model) for _ in stage.layers)
+        self.layers = nn.ModuleList(ShiftLayer(config.model, seed + n) for n in stage.layers)
         size, vocabulary = config.model.hidden_size, config.tokenizer.vocab_size or 0
         self.input: Any = None
         self.embedding = self.head = None
         if stage.pre_process:
-            self.embedding = VocabParallelEmbedding(vocabulary, size, config=config.model)
+            torch.manual_seed(seed - 1)
+            self.embedding = tp.VocabParallelEmbedding(vocabulary, size, config=config.model)
         if stage.post_process:
-            self.head = ColumnParallelLinear(size, vocabulary, config=config.model)
+            torch.manual_seed(seed - 2)
+            self.head = tp.ColumnParallelLinear(size, vocabulary, config=config.model)
 
     def set_input_tensor(self, input_tensor: list[Any]) -> None:
         """What the stage before returned."""
@@ -67,7 +67,7 @@ class ShiftModel(nn.Module):
             x = layer(x)
         if self.head is None:
             return x
-        return vocab_parallel_cross_entropy(self.head(x)[0].transpose(0, 1), labels)
+        return tp.vocab_parallel_cross_entropy(self.head(x)[0].transpose(0, 1), labels)
 
 
 def forward_step(iterator: Any, model: nn.Module) -> tuple[Tensor, Any]:

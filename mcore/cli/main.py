@@ -54,3 +54,7 @@ def _fail(error: Exception, status: int) -> int:
         return status
     print(f"mcore: error: {error}", file=sys.stderr)
     return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

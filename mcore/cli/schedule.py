@@ -115,6 +115,11 @@ def run(args: argparse.Namespace) -> int:
     """Print the schedule, or all of them."""
     if args.compare and args.schedule is not None:
         raise ConfigError(f"--compare shows every schedule: drop --schedule {args.schedule}")
+    for name in ("pp", "microbatches", "vpp", "group", "max_in_flight_microbatches"):
+        size = getattr(args, name)
+        if size is not None and size < 1:
+            flag = name.replace("_", "-")
+            raise ConfigError(f"--{flag} is {size}; give a whole number from 1 up")
     results = _compare(args) if args.compare else [_simulate(args, _schedule(args), 1.0)]
     if args.plot is not None:
         draw_timelines([Timeline(r.title, r.simulation) for r in results], args.plot)

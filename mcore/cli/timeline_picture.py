@@ -79,16 +79,19 @@ def draw_timelines(timelines: Sequence[Timeline], path: str) -> None:
         path: ends in .svg or .png.
 
     Raises:
-        ConfigError: another ending.
+        ConfigError: another ending, or a file that cannot be written.
     """
     target = Path(path)
     if target.suffix not in (".svg", ".png"):
         raise ConfigError(f"--plot writes .svg and .png, got {path}")
     width, height, shapes = _lay_out(timelines)
-    if target.suffix == ".svg":
-        target.write_text(_svg(width, height, shapes), encoding="utf-8")
-    else:
-        _png(width, height, shapes).save(target)
+    try:
+        if target.suffix == ".svg":
+            target.write_text(_svg(width, height, shapes), encoding="utf-8")
+        else:
+            _png(width, height, shapes).save(target)
+    except OSError as error:
+        raise ConfigError(f"--plot {path} cannot be written: {error}") from error
 
 
 def _lay_out(timelines: Sequence[Timeline]) -> tuple[int, int, list[Shape]]:

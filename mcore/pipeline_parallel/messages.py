@@ -67,7 +67,7 @@ def check_plans(plans: Sequence[Plan], placement: StagePlacement, *, trains: boo
 
     Every (chunk, microbatch) of every rank has one forward, then one backward and perhaps, after
     that, its weight gradients; in an evaluation, one forward. The microbatches are 0 .. m-1, the
-    same on all ranks.
+    same on all ranks, and the forwards of a chunk are in that order, in which it reads its data.
 
     Args:
         plans: the plan of each pipeline rank.
@@ -85,6 +85,14 @@ def check_plans(plans: Sequence[Plan], placement: StagePlacement, *, trains: boo
     num_microbatches = 1 + max((a.microbatch for plan in plans for a in plan), default=-1)
     if num_microbatches == 0:
         raise ScheduleError("the plans are empty: at least one microbatch is needed")
+    actions = min(map(len, plans))
+    if num_microbatches > actions:
+        rank, last = max(
+            ((rank, a) for rank, plan in enumerate(plans) for a in plan),
+            key=lambda found: found[1].microbatch,
+        )
+        reason = f"a rank has {actions} actions, too few for {num_microbatches} microbatches"
+        raise refusal(rank, last, reason)
     kinds = {action.kind for plan in plans for action in plan} - {Kind.WEIGHT}
     kinds |= {Kind.FORWARD, Kind.BACKWARD} if trains else {Kind.FORWARD}
     for rank, plan in enumerate(plans):
@@ -170,7 +178,18 @@ def _at(action: Action, location: Location) -> Action:
 
 def _check_order(rank: int, plan: Plan) -> None:
     done = set()
+    forwards: Counter[int] = Counter()
     for action in plan:
+        if action.kind is Kind.FORWARD:
+            if action.microbatch != forwards[action.chunk]:
+                due = Action(Kind.FORWARD, action.chunk, forwards[action.chunk])
+                raise refusal(
+                    rank,
+                    action,
+                    f"it comes before {due}: a chunk reads its data in the order of microbatches, "
+                    "so number them in the order of their forwards",
+                )
+            forwards[action.chunk] += 1
         before = _BEFORE.get(action.kind)
         if before is not None:
             needed = Action(before, action.chunk, action.microbatch)

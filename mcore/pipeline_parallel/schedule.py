@@ -73,6 +73,8 @@ def parse_schedule(text: str, source: str) -> CustomPlans:
         plans = parse_plans("\n".join(lines))
     except ScheduleError as error:
         raise ScheduleError(f"{source}: {error}") from error
+    if not plans:
+        raise ScheduleError(f"{source}: there are no actions in it; write one line of them a rank")
     return CustomPlans(plans, is_v, source)
 
 
@@ -113,7 +115,7 @@ class Schedule:
         if self.group is not None and self.name != "interleaved-1f1b":
             raise ConfigError(
                 f"--microbatch-group-size-per-virtual-pipeline-stage ({self.group}) belongs to "
-                f"schedule interleaved-1f1b, not to {self.name}; drop it"
+                f"schedule interleaved-1f1b, not to {self.label}; drop it"
             )
         if self.name in ("gpipe", "1f1b", "bounded", "zb-h1") and self.num_chunks != 1:
             raise ConfigError(
@@ -124,6 +126,11 @@ class Schedule:
             raise ConfigError(
                 f"schedule zb-v runs two model chunks a rank, got {self.num_chunks}: use 2"
             )
+
+    @property
+    def label(self) -> str:
+        """What messages call it: the name, or where its plans come from."""
+        return self.name if self.custom is None else self.custom.source
 
     @property
     def splits_backward(self) -> bool:

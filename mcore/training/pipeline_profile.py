@@ -82,10 +82,14 @@ class PipelineProfile:
             return None
         report = report_bubble(ranks, self._runtime.pipeline.schedule)
         if self._runtime.is_writer:
-            self._path.write_text(json.dumps(chrome_trace(ranks, report)), encoding="utf-8")
-            get_logger().info(
-                "pipeline profile: %s; trace in %s (chrome://tracing, ui.perfetto.dev)",
-                report,
-                self._path,
-            )
+            get_logger().info("pipeline profile: %s; %s", report, self._write_trace(ranks, report))
         return report
+
+    def _write_trace(self, ranks: list[list[Event]], report: BubbleReport) -> str:
+        """Write the file, and say where it is; training goes on without one."""
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._path.write_text(json.dumps(chrome_trace(ranks, report)), encoding="utf-8")
+        except OSError as error:
+            return f"its trace, --profile-pipeline {self._path}, cannot be written: {error}"
+        return f"trace in {self._path} (chrome://tracing, ui.perfetto.dev)"

@@ -120,6 +120,13 @@ def test_what_does_not_fit(capsys, tmp_path):
     sizes = ["--pp", "2", "--microbatches", "2"]
     with pytest.raises(ConfigError, match="use interleaved-1f1b"):
         run(capsys, *sizes, "--vpp", "2", "--schedule", "1f1b")
+    for flag in ("--pp", "--vpp", "--group", "--max-in-flight-microbatches"):
+        with pytest.raises(ConfigError, match=f"{flag} is 0; give a whole number from 1 up"):
+            run(capsys, *sizes, flag, "0")
+    empty = tmp_path / "empty.txt"
+    empty.write_text("# nothing\n")
+    with pytest.raises(ScheduleError, match=r"empty\.txt: there are no actions in it"):
+        run(capsys, "--schedule", f"file:{empty}")
     with pytest.raises(ConfigError, match="use one of gpipe, 1f1b"):
         run(capsys, *sizes, "--schedule", "magic")
     with pytest.raises(ConfigError, match="missing: --pp, --microbatches"):
@@ -131,5 +138,7 @@ def test_what_does_not_fit(capsys, tmp_path):
             run(capsys, *sizes, *cost)
     with pytest.raises(ConfigError, match="cannot be read"):
         run(capsys, "--schedule", f"file:{tmp_path}/none.csv")
+    with pytest.raises(ConfigError, match=r"--plot .*none/a\.svg cannot be written"):
+        run(capsys, *sizes, "--plot", str(tmp_path / "none" / "a.svg"))
     with pytest.raises(ConfigError, match=r"--plot writes \.svg and \.png"):
         run(capsys, *sizes, "--plot", str(tmp_path / "a.gif"))

@@ -41,6 +41,14 @@ GOOD = "F0.0 F0.1 B0.0 B0.1\nF0.0 B0.0 F0.1 B0.1"
             "F0.0 B0.0 F0.1 B0.1\nF0.0 F0.1 B0.0 B0.1",
             r"rank 0, action B0\.0: deadlock: it waits for B0\.0 of rank 1, which comes after",
         ),
+        (
+            "F0.0 F0.1 B0.0 B0.1\nF0.1 F0.0 B0.0 B0.1",
+            r"rank 1, action F0\.1: it comes before F0\.0: a chunk reads its data in the order",
+        ),
+        (
+            "F0.0 B0.0\nF0.99999999999 B0.99999999999",
+            r"rank 1, action F0\.99999999999: a rank has 2 actions, too few for 100000000000",
+        ),
         ("F0.0 B0.0", "2 plans are needed"),
         ("\n", "2 plans are needed"),
     ],
