@@ -50,7 +50,7 @@ from tools.corpus_reading import (
     read_chunks,
 )
 from tools.preprocess_progress import Progress
-from tools.preprocess_state import Counts, State, StateFile
+from tools.preprocess_state import Counts, State, StateFile, only_run
 from tools.sentence_splitting import build_splitter
 
 BYTES_WORTH_A_WORKER = 1 << 24  # below this a further process takes longer to start than it saves
@@ -188,6 +188,10 @@ class _Run:
 
     def run(self) -> list[Summary]:
         os.makedirs(os.path.dirname(os.path.abspath(self.options.output_prefix)), exist_ok=True)
+        with only_run(self.options.output_prefix):
+            return self._run_alone()
+
+    def _run_alone(self) -> list[Summary]:
         encode_texts(self.tokenizer, [])  # warns here, once, where the fast way is closed
         kind = [self.splitter, self.options.txt_documents, self.eod, self.fingerprint]
         state_file = StateFile(

@@ -7,15 +7,19 @@ run that was killed leaves it; the same command then continues.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Sequence
-from typing import Any
+import socket
+from collections.abc import Iterator, Sequence
+from typing import Any, TextIO
 
 from mcore.data.indexed_builder import BuilderState
-from tools.corpus_reading import STDIN, Place
+from mcore.log import get_logger
+from tools.corpus_reading import STDIN, CutShortError, Place
 
 
 @dataclasses.dataclass(slots=True)
@@ -116,6 +120,47 @@ class StateFile:
         """Forget what was noted."""
         if self.exists():
             os.remove(self.path)
+
+
+@contextlib.contextmanager
+def only_run(output_prefix: str) -> Iterator[None]:
+    """Keep other runs away from an output prefix, by a lock on `OUTPUT-PREFIX.preprocess_lock`.
+
+    The system frees it when the process ends, however it ends.
+
+    Raises:
+        CutShortError: another run has it.
+    """
+    path = output_prefix + ".preprocess_lock"
+    with _locked(path) as file:
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        file.flush()
+        try:
+            yield
+        finally:
+            os.remove(path)
+
+
+def _locked(path: str) -> TextIO:
+    while True:
+        file = open(path, "a+", encoding="utf-8")  # noqa: SIM115  (the caller closes it)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            with file:
+                raise CutShortError(
+                    f"another run ({file.read()}) is writing this output ({path} is locked); wait "
+                    "for its end, stop it, or give another --output-prefix"
+                ) from None
+        except OSError as error:
+            get_logger().warning("%s cannot be locked (%s): run one command at a time", path, error)
+            return file
+        with contextlib.suppress(FileNotFoundError):  # the run before has just removed it
+            if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
+                return file
+        file.close()
 
 
 def _stamp(path: str) -> tuple[int, int]:

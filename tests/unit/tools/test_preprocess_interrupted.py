@@ -17,6 +17,7 @@ from tools.corpus_encoding import EncodedChunk, EncodedPart
 from tools.corpus_reading import Chunk, Place
 from tools.preprocess_data import main
 from tools.preprocess_progress import Progress
+from tools.preprocess_state import only_run
 
 
 def bytes_of(prefix):
@@ -256,3 +257,24 @@ class TestKilledAtEveryRename:
             assert not list(folder.glob("*state*"))
         assert status == 0
         assert number > 10
+
+
+def test_a_second_run_on_the_same_output_is_refused(tmp_path, capsys):
+    """It would write into the files of the first, or take its state for that of a dead one."""
+    source = write_lines(tmp_path / "in.jsonl", "some words")
+    words = ["--input", str(source), "--output-prefix", str(tmp_path / "out"), *BYTES]
+    with only_run(str(tmp_path / "out")):
+        assert main(words) == 1
+        said = capsys.readouterr().err
+        assert f"another run (process {os.getpid()} on " in said
+        assert "give another --output-prefix" in said
+    assert main(words) == 0
+    assert not list(tmp_path.glob("*lock*"))
+
+
+def test_a_lock_whose_owner_is_dead_holds_nobody_up(tmp_path):
+    Path(f"{tmp_path}/out.preprocess_lock").write_text("process 1 on a machine of the past")
+    source = write_lines(tmp_path / "in.jsonl", "some words")
+    words = ["--input", str(source), "--output-prefix", str(tmp_path / "out"), *BYTES]
+    assert main(words) == 0
+    assert not list(tmp_path.glob("*lock*"))
