@@ -104,7 +104,7 @@ def test_the_log_says_what_was_measured_and_what_was_predicted(monkeypatch, tmp_
         pipeline=SimpleNamespace(schedule=CUSTOM),
         is_writer=True,
     )
-    path = tmp_path / "trace.json"
+    path = tmp_path / "new" / "trace.json"
     with caplog.at_level(logging.INFO, logger="mcore"):
         report = PipelineProfile(str(path), runtime).write()
     # Everything starts with rank 0's first action, and nothing is communicated after the last.
@@ -114,3 +114,8 @@ def test_the_log_says_what_was_measured_and_what_was_predicted(monkeypatch, tmp_
     line = f"bubble {share} measured, {share} predicted; step {time} measured, {time} predicted"
     assert line in caplog.text
     assert json.loads(path.read_text())["otherData"]["bubble_predicted"] == report.predicted
+    (tmp_path / "file").touch()
+    with caplog.at_level(logging.INFO, logger="mcore"):  # training goes on without one
+        assert PipelineProfile(str(tmp_path / "file" / "trace.json"), runtime).write() == report
+    assert "--profile-pipeline" in caplog.text
+    assert "cannot be written" in caplog.text
