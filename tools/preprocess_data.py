@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import dataclasses
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -157,6 +158,10 @@ def preprocess(options: PreprocessOptions, config: TokenizerConfig) -> list[Summ
     return _Run(options, config).run()
 
 
+class _LostFilesError(CutShortError):
+    """The temporary files are not what the noted state says: the same command fails again."""
+
+
 class _Run:
     """One run of the tool."""
 
@@ -230,13 +235,14 @@ class _Run:
             self._discard(builders)
             state_file.remove()
             raise
-        except BaseException:
+        except BaseException as error:
             if not state_file.exists():
                 self._discard(builders)
                 raise
             for builder in builders.values():
                 builder.suspend()
-            _note("what is done is kept; the same command goes on from there")
+            if not isinstance(error, _LostFilesError):
+                _note("what is done is kept; the same command goes on from there")
             raise
 
     def _open_builders(
@@ -247,14 +253,15 @@ class _Run:
     ) -> None:
         if state is not None:
             self.counts, self.faulty_records = state.counts, state.faulty_records
-            where = self.paths[state.place.file]
-            _note(f"an interrupted run goes on at {where}, line {state.place.line}")
         for key, prefix in self.prefixes.items():
             resume: BuilderState | None = None if state is None else state.builders[key]
             try:
                 builders[key] = IndexedDatasetBuilder(prefix + ".bin", self.dtype, resume=resume)
             except DataError as error:
-                raise CutShortError(f"{error} (the record is {state_file.path})") from error
+                raise _LostFilesError(f"{error} (the record is {state_file.path})") from error
+        if state is not None:
+            where = self.paths[state.place.file]
+            _note(f"an interrupted run goes on at {where}, line {state.place.line}")
 
     def _encode(
         self,
@@ -406,7 +413,7 @@ def _options(namespace: argparse.Namespace) -> tuple[PreprocessOptions, Tokenize
 
 
 def run_arguments(namespace: argparse.Namespace) -> int:
-    """Run what the flags of `add_arguments` say; returns the exit status 0.
+    """Run what the flags of `add_arguments` say; returns 0, or 130 after Ctrl-C.
 
     Raises:
         McoreError: see `preprocess`.
@@ -416,12 +423,18 @@ def run_arguments(namespace: argparse.Namespace) -> int:
         _note("--partitions needs nothing: --workers sets the processes, and the order is kept")
     if options.dataset_impl != "mmap":
         _note(f"--dataset-impl {options.dataset_impl} has no effect: files are of the mmap kind")
-    _report(preprocess(options, config))
+    try:
+        _report(preprocess(options, config))
+    except KeyboardInterrupt:  # what is kept has been said
+        return 128 + signal.SIGINT
     return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool; returns the exit status: 0 done, 1 the data or files are at fault, 2 usage."""
+    """Run the tool; returns the exit status.
+
+    0 done, 1 the data or files are at fault, 2 usage, 130 Ctrl-C.
+    """
     parser = _parser()
     try:
         namespace = parser.parse_args(argv)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from mcore.cli import data_files, data_provenance
+from mcore.cli import data_files, data_provenance, data_show
 from mcore.config.command_line import add_flags, take_config
 from mcore.config.data import DataConfig
 from mcore.config.tokenizer import TokenizerConfig
@@ -37,6 +37,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _register_samples(commands)
     data_files.register(commands)
+    data_show.register(commands)
     data_provenance.register(commands)
     preprocess = commands.add_parser(
         "preprocess",
@@ -82,7 +83,8 @@ def write_samples(args: argparse.Namespace) -> int:
     """
     if args.seq_length < 1:
         raise DataError(f"--seq-length is {args.seq_length}; use 1 or more")
-    tokenizer = build_tokenizer(take_config(TokenizerConfig, args))
+    tokenizer_config = take_config(TokenizerConfig, args)
+    tokenizer = build_tokenizer(tokenizer_config)
     train, valid, test = args.samples
     datasets = build_train_valid_test_datasets(
         take_config(DataConfig, args),
@@ -92,6 +94,7 @@ def write_samples(args: argparse.Namespace) -> int:
         eod_id=tokenizer.eod,
         pad_id=tokenizer.pad,
         vocab_size=tokenizer.vocab_size,
+        tokenizer=data_show.tokenizer_identity(tokenizer, tokenizer_config),
     )
     arrays: dict[str, np.ndarray] = {}
     for name, dataset in zip(SPLIT_NAMES, datasets, strict=True):

@@ -1,4 +1,4 @@
-"""`mcore data inspect | merge | split | show`: indexed datasets as files."""
+"""`mcore data inspect | merge | split`: indexed datasets as files."""
 
 from __future__ import annotations
 
@@ -11,14 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from mcore.config.command_line import add_flags, take_config
-from mcore.config.tokenizer import TokenizerConfig
 from mcore.data.corpus_meta import CorpusMeta, publish_corpus, read_meta, seal_corpus
 from mcore.data.indexed_builder import IndexedDatasetBuilder
 from mcore.data.indexed_dataset import IndexedDataset
 from mcore.data.splits import SPLIT_NAMES, split_bounds, split_range
 from mcore.errors import DataError
-from mcore.tokenizers import build_tokenizer
 
 _TOKENS_AT_ONCE = 1 << 24
 _ROWS_AT_ONCE = 1 << 16
@@ -45,14 +42,6 @@ def register(commands: Subparsers) -> None:
         "--output-prefix", required=True, metavar="PATH", help="becomes PATH_train, _valid, _test"
     )
     split.set_defaults(run=run_split)
-
-    show = commands.add_parser("show", help="print documents as text")
-    show.add_argument("prefix", metavar="PREFIX", help="data set to read")
-    show.add_argument("--document", type=int, default=0, metavar="N", help="the first one")
-    show.add_argument("--count", type=int, default=1, metavar="N", help="how many")
-    show.add_argument("--ids", action="store_true", help="token ids in place of text")
-    add_flags(show, TokenizerConfig)
-    show.set_defaults(run=run_show)
 
 
 def run_inspect(args: argparse.Namespace) -> int:
@@ -226,27 +215,3 @@ def _refuse_overwriting(output: str, inputs: Sequence[str]) -> None:
     if os.path.realpath(output) in map(os.path.realpath, inputs):
         raise DataError(f"the output {output} is one of the inputs; choose another name")
     os.makedirs(os.path.dirname(os.path.abspath(output)), exist_ok=True)
-
-
-def run_show(args: argparse.Namespace) -> int:
-    """`mcore data show`.
-
-    Raises:
-        DataError: no such document.
-    """
-    data = IndexedDataset(args.prefix)
-    documents = len(data.document_indices) - 1
-    last = args.document + args.count
-    if not 0 <= args.document < last <= documents:
-        raise DataError(
-            f"documents {args.document} to {last - 1} of {args.prefix}, which has 0 to "
-            f"{documents - 1}"
-        )
-    tokenizer = None if args.ids else build_tokenizer(take_config(TokenizerConfig, args))
-    for number in range(args.document, last):
-        sequences = range(*data.document_indices[number : number + 2].tolist())
-        print(f"--- document {number}: {sum(len(data[s]) for s in sequences)} tokens")
-        for sequence in sequences:
-            ids = data[sequence].tolist()
-            print(" ".join(map(str, ids)) if tokenizer is None else tokenizer.detokenize(ids))
-    return 0

@@ -142,15 +142,19 @@ def _samples(
 
 
 def _print(position: int, number: int, dataset: SampleDataset, as_json: bool) -> None:
-    pieces = dataset.provenance(number)
+    missing = dataset.missing_corpus(number) if isinstance(dataset, StableBlend) else None
+    pieces = () if missing is not None else dataset.provenance(number)
     if as_json:
         rows = [
             {"prefix": p.prefix, "document": p.document, "offset": p.offset, "length": p.length}
             for p in pieces
         ]
-        print(json.dumps({"sample": position, "pieces": rows}))
+        gone = {} if missing is None else {"missing_corpus": missing}
+        print(json.dumps({"sample": position, "pieces": rows, **gone}))
         return
     print(f"sample {position}")
+    if missing is not None:
+        print(f"  {missing}, which is no longer in the data path; add it to see the documents")
     for piece in pieces:
         print(
             f"  {piece.prefix} document {piece.document} tokens [{piece.offset}, "

@@ -279,10 +279,27 @@ def _build_one(
     indexed = corpora.open(prefix)
     chosen = split_range(bounds, len(indexed))
     documents = np.arange(chosen.start, chosen.stop, dtype=np.int32)
-    return GPTDataset(indexed, documents, size, options)
+    dataset = GPTDataset(indexed, documents, size, options)
+    if not _holds_a_sample(indexed, bounds, options):
+        get_logger().warning(
+            "%s is shorter than one sample: %d tokens in the split, and --seq-length %d needs %d; "
+            "it is repeated, so that every sample holds it more than once; use a shorter "
+            "--seq-length or a larger corpus",
+            prefix,
+            _tokens(indexed, chosen),
+            options.seq_length,
+            _tokens_of_a_sample(options),
+        )
+    return dataset
 
 
 def _holds_a_sample(indexed: IndexedDataset, bounds: Bounds, options: SampleOptions) -> bool:
-    chosen = split_range(bounds, len(indexed))
-    lengths = indexed.sequence_lengths[chosen.start : chosen.stop]
-    return int(lengths.sum(dtype=np.int64)) >= options.seq_length + int(options.add_extra_token)
+    return _tokens(indexed, split_range(bounds, len(indexed))) >= _tokens_of_a_sample(options)
+
+
+def _tokens(indexed: IndexedDataset, chosen: range) -> int:
+    return int(indexed.sequence_lengths[chosen.start : chosen.stop].sum(dtype=np.int64))
+
+
+def _tokens_of_a_sample(options: SampleOptions) -> int:
+    return options.seq_length + int(options.add_extra_token)

@@ -17,6 +17,7 @@ from mcore.data.indexed_builder import IndexedDatasetBuilder
 from mcore.data.indexed_format import get_bin_path, get_idx_path
 from mcore.data.publishing import partial_path, publish
 from mcore.errors import DataError
+from mcore.log import get_logger
 
 FORMAT = 1
 
@@ -149,7 +150,9 @@ class TokenizerIdentity:
 def check_meta(prefix: str, num_tokens: int, tokenizer: TokenizerIdentity) -> None:
     """Refuse a corpus that another tokenizer made; a corpus without `.meta.json` passes.
 
-    A NullTokenizer reads no text, so only its sizes are compared.
+    A NullTokenizer reads no text, so only sizes and the end-of-document id are compared with it. A
+    corpus that one made for a real tokenizer must have that one's vocabulary, and the log says that
+    nothing shows whose ids they are.
 
     Raises:
         DataError: the corpus is of another tokenizer, or not the one that its `.meta.json` is of.
@@ -164,11 +167,18 @@ def check_meta(prefix: str, num_tokens: int, tokenizer: TokenizerIdentity) -> No
             "another version of the corpus; restore the files, or remove it"
         )
     differences = []
-    if meta.vocab_size > tokenizer.vocab_size:
-        differences.append(f"vocabulary {meta.vocab_size}, this run {tokenizer.vocab_size}")
+    null = "NullTokenizer"
+    is_bare = meta.tokenizer_type == null != tokenizer.tokenizer_type
+    if meta.vocab_size > tokenizer.vocab_size or (
+        is_bare and meta.vocab_size < tokenizer.vocab_size
+    ):
+        differences.append(
+            f"vocabulary {meta.vocab_size} of its {meta.tokenizer_type}, this run's "
+            f"{tokenizer.tokenizer_type} {tokenizer.vocab_size}"
+        )
     if meta.append_eod and meta.eod_id != tokenizer.eod_id:
         differences.append(f"end-of-document id {meta.eod_id}, this run {tokenizer.eod_id}")
-    if "NullTokenizer" not in (tokenizer.tokenizer_type, meta.tokenizer_type) and (
+    if null not in (tokenizer.tokenizer_type, meta.tokenizer_type) and (
         meta.tokenizer_fingerprint != tokenizer.fingerprint()
     ):
         differences.append(
@@ -179,4 +189,13 @@ def check_meta(prefix: str, num_tokens: int, tokenizer: TokenizerIdentity) -> No
         raise DataError(
             f"{prefix} was made with another tokenizer ({path}): {'; '.join(differences)}; give "
             "the tokenizer it was made with, or preprocess the text again"
+        )
+    if is_bare:
+        get_logger().warning(
+            "%s was made by a NullTokenizer of %d ids; the %s has %d too, but nothing shows that "
+            "the ids are its own",
+            prefix,
+            meta.vocab_size,
+            tokenizer.tokenizer_type,
+            tokenizer.vocab_size,
         )

@@ -99,32 +99,39 @@ class StableBlend(DelegatingDataset):
                 )
         added = sorted(self._identities.keys() - names.values())
         gone = sorted(old for old in last["weights"] if names[old] not in self._identities)
-        if added:
-            lost = f" ({', '.join(gone)} left the data)" if gone else ""
-            get_logger().warning(
-                "%s was not in the data before%s: it starts at its beginning",
-                ", ".join(added),
-                lost,
-            )
+        for name in added:
+            get_logger().warning("%s was not in the data before: it starts at its beginning", name)
+        for name in gone:
+            get_logger().warning("%s left the data: from here on no sample comes from it", name)
         return names
 
     def __len__(self) -> int:
         """The number of samples."""
         return self._size
 
+    def missing_corpus(self, index: int) -> str | None:
+        """The corpus that a sample was drawn from, if that has left the data; else None."""
+        name, _ = self._drawn_from(index)
+        return None if name in self.datasets else name
+
     def _locate(self, index: int) -> tuple[SampleDataset, int]:
+        name, sample = self._drawn_from(index)
+        if name not in self.datasets:
+            raise DataError(
+                f"sample {index} was drawn from {name}, which is no longer in the data path"
+            )
+        return self.datasets[name], sample
+
+    def _drawn_from(self, index: int) -> tuple[str, int]:
+        """The corpus of a sample, and its number there."""
         if not 0 <= index < self._size:
             raise IndexError(f"sample {index} of a blend, which has {self._size}")
         number = bisect.bisect_right([s["start"] for s in self._segments], index) - 1
         segment = self._segments[number]
         corpora, samples = self._drawn(number)
         name = list(segment["weights"])[int(corpora[index - segment["start"]])]
-        if name not in self.datasets:
-            raise DataError(
-                f"sample {index} was drawn from {name}, which is no longer in the data path"
-            )
         cursor = segment["cursors"].get(name, 0)
-        return self.datasets[name], cursor + int(samples[index - segment["start"]])
+        return name, cursor + int(samples[index - segment["start"]])
 
     def _drawn(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         draws = (

@@ -1,13 +1,14 @@
 """`mcore data` on files: each result is read back and compared with plain lists."""
 
 import json
+import os
 
 import numpy as np
 import pytest
 
 from mcore.cli.main import main
 from mcore.data import IndexedDataset, IndexedDatasetBuilder
-from mcore.data.corpus_meta import read_meta
+from mcore.data.corpus_meta import meta_path, read_meta
 from tests.unit.data.corpora import counting_corpus, write_corpus
 
 NULL = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "1000"]
@@ -49,6 +50,26 @@ def test_show(text, capsys):
     assert out == ["--- document 2: 4 tokens", "3 4 5 999", "--- document 3: 2 tokens", "6 999"]
     assert main(["data", "show", text, "--document", "4", *NULL]) == 1
     assert "which has 0 to 3" in capsys.readouterr().err
+
+
+def test_show_with_another_tokenizer(text, capsys, caplog):
+    other = ["--document", "3", "--tokenizer-type", "ByteLevelTokenizer"]
+    assert main(["data", "show", text, *other]) == 1
+    shown = capsys.readouterr()
+    assert "vocabulary 1000 of its NullTokenizer, this run's ByteLevelTokenizer 257" in shown.err
+    os.remove(meta_path(text))
+    assert main(["data", "show", text, *other]) == 1
+    assert "token id 999 in document 3" in capsys.readouterr().err
+    assert f"{text} has no .meta.json" in caplog.text
+    assert main(["data", "show", text, *NULL]) == 0
+
+
+def test_samples_are_not_read_with_another_tokenizer(text, tmp_path, capsys):
+    words = ["--data-path", text, "--seq-length", "2", "--samples", "1", "0", "0"]
+    words += ["--split", "1,0,0", "--out", str(tmp_path / "s.npz")]
+    assert main(["data", "samples", *words, "--tokenizer-type", "ByteLevelTokenizer"]) == 1
+    assert "made with another tokenizer" in capsys.readouterr().err
+    assert main(["data", "samples", *words, *NULL]) == 0
 
 
 def test_merge(text, tmp_path, capsys):
@@ -190,3 +211,41 @@ def test_provenance_of_fine_tuning_data_is_refused_by_name(tmp_path, capsys, opt
     words += ["--global-batch-size", "2", "--iteration", "1", *option]
     assert main(["data", "provenance", *words]) == 2
     assert "fine-tuning data" in capsys.readouterr().err
+
+
+def test_provenance_of_a_corpus_that_left_the_data(tmp_path, capsys, monkeypatch):
+    """The samples of the batch that other corpora gave are told all the same."""
+    from mcore.cli import data_provenance
+    from mcore.config.data import DataConfig
+    from mcore.data.builder import build_train_valid_test_datasets
+
+    a, b = (counting_corpus(tmp_path / name, [40, 50]) for name in "ab")
+    blend = ("0.7", a, "0.3", b)
+    both, one = (
+        build_train_valid_test_datasets(
+            DataConfig(data_path=path, split="1,0,0", data_order="stable"),
+            sizes=(40, 0, 0),
+            seq_length=8,
+            seed=1234,
+            eod_id=0,
+        )[0]
+        for path in (blend, (a,))
+    )
+    common = {
+        "data_segments": one.restore(both.restore([], 0), 20),
+        "consumed_train_samples": 20,
+    }
+    monkeypatch.setattr(data_provenance, "read_common", lambda *_: common)
+    words = ["--data-path", a, "--split", "1,0,0", "--data-order", "stable", "--load", "c"]
+    words += ["--seq-length", "8", "--train-samples", "40", "--global-batch-size", "10"]
+    assert main(["data", "provenance", "--iteration", "2", *words, "--json"]) == 0
+    samples = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [sample["sample"] for sample in samples] == list(range(10, 20))
+    for sample in samples:
+        (origin,) = {piece.prefix for piece in both.provenance(sample["sample"])}
+        assert sample.get("missing_corpus") == (b if origin == b else None)
+        assert {piece["prefix"] for piece in sample["pieces"]} == ({a} if origin == a else set())
+    assert {sample.get("missing_corpus") for sample in samples} == {None, b}
+    assert main(["data", "provenance", "--iteration", "2", *words]) == 0
+    out = capsys.readouterr().out
+    assert out.count("no longer in the data path") == sum("missing_corpus" in s for s in samples)

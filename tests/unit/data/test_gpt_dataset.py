@@ -203,6 +203,18 @@ def builder(config, sizes, **more):
     )
 
 
+def test_a_corpus_shorter_than_a_sample_is_repeated_and_named(tmp_path, caplog):
+    short, whole = counting_corpus(tmp_path / "c", [5, 3]), counting_corpus(tmp_path / "w", [9])
+    for words in ((whole,), ("1", whole)):
+        builder(DataConfig(data_path=words, split="1"), (4, 0, 0))
+    assert not caplog.text
+    for words in ((short,), ("1", short)):
+        assert len(builder(DataConfig(data_path=words, split="1"), (4, 0, 0))[0]) >= 4
+        wanted = f"{short} is shorter than one sample: 8 tokens in the split, and --seq-length 8"
+        assert wanted in caplog.text
+        caplog.clear()
+
+
 def test_default_split_and_splits_that_are_not_wanted(tmp_path):
     prefix = counting_corpus(tmp_path / "c", [20] * 100)
     train, valid, test = builder(DataConfig(data_path=(prefix,)), (None, None, None))

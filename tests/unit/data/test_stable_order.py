@@ -167,7 +167,19 @@ def test_what_changed_is_said(corpora, caplog):
     del segments[-1]["identities"]
     caplog.clear()
     build([0.7, corpora[0], 0.3, corpora[1]], 60).restore(segments, 25)
-    assert f"{corpora[0]} was not in the data before (gone left the data)" in caplog.text
+    assert f"{corpora[0]} was not in the data before" in caplog.text
+    assert "gone left the data" in caplog.text
+
+
+def test_a_corpus_that_leaves_is_named_once(corpora, caplog):
+    segments = build([0.7, corpora[0], 0.3, corpora[1]], 60).restore([], 0)
+    alone = build([corpora[0]], 60)
+    segments = alone.restore(segments, 25)
+    assert f"{corpora[1]} left the data" in caplog.text
+    assert "not in the data before" not in caplog.text
+    caplog.clear()
+    build([corpora[0]], 60).restore(segments, 30)
+    assert not caplog.text
 
 
 @pytest.mark.parametrize(

@@ -278,6 +278,27 @@ class TestMeta:
         with pytest.raises(DataError, match="another version of the corpus"):
             check_meta(prefix, len(tokens) + 1, self.identity(TestFastByteLevelBPE.CONFIG))
 
+    def test_numbers_of_a_null_tokenizer(self, tmp_path, caplog):
+        """With the same end-of-document id only the sizes can tell that they are not text's ids."""
+        source = write_lines(tmp_path / "in.jsonl", "1 2 3")
+        prefix = str(tmp_path / "out_text_document")
+        for size in (1000, 2048):
+            null = ["--tokenizer-type", "NullTokenizer", "--null-tokenizer-eod-id", "0"]
+            null += ["--vocab-size", str(size)]
+            tokens, _, _ = run(tmp_path, source, *null, "--append-eod")
+            if size == 1000:
+                with pytest.raises(DataError, match="1000 of its Null.*GPT2BPETokenizer 2048"):
+                    check_meta(prefix, len(tokens), self.identity(TestFastByteLevelBPE.CONFIG))
+                assert not caplog.text
+        check_meta(prefix, len(tokens), self.identity(TestFastByteLevelBPE.CONFIG))
+        assert "a NullTokenizer of 2048 ids; the GPT2BPETokenizer has 2048 too" in caplog.text
+        larger = TokenizerConfig(
+            tokenizer_type="NullTokenizer", vocab_size=3000, null_tokenizer_eod_id=0
+        )
+        caplog.clear()
+        check_meta(prefix, len(tokens), self.identity(larger))
+        assert not caplog.text
+
     def test_foreign_files_have_none(self, tmp_path):
         check_meta(str(tmp_path / "foreign"), 5, self.identity(TestFastByteLevelBPE.CONFIG))
 

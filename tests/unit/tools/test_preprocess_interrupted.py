@@ -48,6 +48,9 @@ class TestInterruptedRuns:
         with monkeypatch.context() as patch:
             patch.setattr(preprocess_data, "encode_in_order", some)
             patch.setattr(time, "monotonic", lambda: next(clock))
+            if error is KeyboardInterrupt:
+                assert main(arguments) == 130
+                return
             with pytest.raises(error):
                 main(arguments)
 
@@ -66,6 +69,11 @@ class TestInterruptedRuns:
         assert read_meta(str(tmp_path / "out_text_document")) == read_meta(str(whole))
         assert not list(tmp_path.glob("*.partial"))
         assert not list(tmp_path.glob("*state*"))
+
+    def test_ctrl_c_ends_with_the_note(self, tmp_path, source, monkeypatch, capsys):
+        self.interrupt(monkeypatch, self.arguments(tmp_path, source, "out"), 2)
+        last = capsys.readouterr().err.splitlines()[-1]
+        assert last == "note: what is done is kept; the same command goes on from there"
 
     def test_another_input_starts_anew(self, tmp_path, source, monkeypatch, capsys):
         arguments = self.arguments(tmp_path, source, "out")
@@ -156,8 +164,10 @@ class TestInterruptedRuns:
         self.interrupt(monkeypatch, arguments, 2)
         (tmp_path / "out_text_document.bin.lengths.partial").unlink()
         before = sorted(path.name for path in tmp_path.iterdir())
+        capsys.readouterr()
         assert main(arguments) == 1
         error = capsys.readouterr().err
+        assert "goes on" not in error  # neither here nor with the same command
         assert "out_text_document.bin.lengths.partial is gone" in error
         assert "out.preprocess_state.json" in error
         assert sorted(path.name for path in tmp_path.iterdir()) == before
