@@ -126,6 +126,7 @@ class AsyncSaver:
             )
             if aftercare is not None:
                 aftercare.apply(path, group)
+            get_logger().info("saved checkpoint of iteration %d to %s", iteration, path)
 
         self.start(write)
 

@@ -6,6 +6,7 @@ with name, type, shape and byte range of each tensor, then the bytes.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
@@ -197,3 +198,10 @@ def byte_view(tensor: Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor."""
     array: Any = tensor.reshape(-1).view(torch.uint8).numpy()
     return memoryview(array)
+
+
+def why_not_opened(error: OSError) -> str | None:
+    """In words why a file of a checkpoint, opened with O_NOFOLLOW, could not be opened."""
+    if error.errno == errno.ELOOP:
+        return "it is a link; a checkpoint's files must be regular files"
+    return error.strerror

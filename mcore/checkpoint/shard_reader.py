@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mcore.checkpoint.checksum import crc32
 from mcore.checkpoint.metadata import ChunkRecord, FileRecord
-from mcore.checkpoint.shard_file import byte_view
+from mcore.checkpoint.shard_file import byte_view, why_not_opened
 from mcore.errors import DamagedCheckpointError
 
 # Threads that read and check boxes while the caller copies the one before.
@@ -128,7 +128,7 @@ class ShardReader:
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
         except OSError as error:
             raise DamagedCheckpointError(
-                f"cannot open {path}, a part of the checkpoint: {error.strerror}"
+                f"cannot open {path}, a part of the checkpoint: {why_not_opened(error)}"
             ) from error
         try:
             found, wanted = os.fstat(descriptor).st_size, self._files[name].nbytes

@@ -13,6 +13,7 @@ from mcore.checkpoint.checksum import crc32
 from mcore.checkpoint.commit import SHARD_PATTERN
 from mcore.checkpoint.metadata import DTYPE_NAMES, CheckpointMetadata, ChunkRecord
 from mcore.checkpoint.reader import read_metadata
+from mcore.checkpoint.shard_file import why_not_opened
 from mcore.errors import CheckpointError
 
 _BLOCK_BYTES = 4 * 2**20
@@ -44,7 +45,7 @@ def verify_file(directory: Path, metadata: CheckpointMetadata, name: str) -> lis
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     except OSError as error:
-        return [f"cannot open {path}: {error.strerror}"]
+        return [f"cannot open {path}: {why_not_opened(error)}"]
     with os.fdopen(descriptor, "rb") as file:
         try:
             size = os.fstat(file.fileno()).st_size

@@ -71,7 +71,12 @@ def write_legacy(
     layers = layers or [[options.num_layers]]
     total = sum(map(sum, layers))
     negative = any(count < 0 for stage in layers for count in stage)
-    if negative or total != options.num_layers or len({len(stage) for stage in layers}) != 1:
+    if len({len(stage) for stage in layers}) != 1:
+        raise ConfigError(
+            f"layers per stage {[list(stage) for stage in layers]}: every stage needs the same "
+            "number of virtual stages (numbers between commas)"
+        )
+    if negative or total != options.num_layers:
         raise ConfigError(
             f"layers per stage {[list(stage) for stage in layers]} make {total} layers, the model "
             f"has {options.num_layers}"

@@ -23,6 +23,13 @@ def idle_options(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "--sequence-parallel", "the tensor-parallel size is 1"
     if model.recompute_granularity != "selective" and model.recompute_modules != _RECOMPUTED:
         yield "--recompute-modules", "it needs --recompute-granularity selective"
+    if config.checkpoint.load is None:
+        for flag, loads in (
+            ("--no-load-rng", config.checkpoint.load_rng),
+            ("--no-load-optim", config.checkpoint.load_optim),
+        ):
+            if not loads:
+                yield flag, "there is no --load"
     yield from _of_data_parallelism(config.ddp, model.pipeline_model_parallel_size)
 
 

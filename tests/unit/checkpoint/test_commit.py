@@ -202,6 +202,7 @@ def test_files_never_lead_outside(root, tmp_path_factory):
     path.rename(outside)
     path.symlink_to(outside)
     assert_refused(root, path)
+    assert_refused(root, "it is a link; a checkpoint's files must be regular files")
 
 
 def test_larger_sizes_than_the_file_take_no_memory(root):

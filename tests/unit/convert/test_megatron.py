@@ -95,6 +95,19 @@ def test_virtual_stages_and_fused_norms_make_the_round_trip(tmp_path, fused):
     assert_equal(read_legacy(tmp_path)[1], tensors)
 
 
+@pytest.mark.parametrize(
+    ("layers", "said"),
+    [
+        ([[1, 1], [1]], "every stage needs the same number of virtual stages"),
+        ([[1, 1], [1, 1]], "make 4 layers, the model has 3"),
+    ],
+)
+def test_layers_that_do_not_fit(tmp_path, layers, said):
+    options, tensors = read(CHECKPOINTS / "llama" / "torch_dist")
+    with pytest.raises(ConfigError, match=said):
+        write_legacy(options, tensors, tmp_path, tp=1, layers=layers, fused_norms=False)
+
+
 def drawn(name, shape):
     """As tests/golden/checkpoints/drawn/make.py draws a parameter."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))

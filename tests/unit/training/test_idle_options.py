@@ -1,5 +1,6 @@
 import pytest
 
+from mcore.config.checkpoint import CheckpointConfig
 from mcore.config.distributed import DistributedDataParallelConfig
 from mcore.config.run import RunConfig
 from mcore.config.transformer import TransformerConfig
@@ -47,3 +48,13 @@ def idle(model=None, **ddp):
 )
 def test_what_has_no_effect_is_named(model, ddp, wanted):
     assert idle(model, **ddp) == wanted
+
+
+def test_what_is_not_loaded_from_nowhere():
+    sizes = {"num_layers": 4, "hidden_size": 8, "num_attention_heads": 2}
+    spared = {"load_rng": False, "load_optim": False}
+    for load, wanted in ((None, ["--no-load-rng", "--no-load-optim"]), ("folder", [])):
+        config = RunConfig(
+            model=TransformerConfig(**sizes), checkpoint=CheckpointConfig(load=load, **spared)
+        )
+        assert [option for option, _ in idle_options(config)] == wanted
