@@ -132,7 +132,7 @@ VIRTUAL = "--num-virtual-stages-per-pipeline-rank 2"
     [
         (6, f"{VIRTUAL} --decoder-first-pipeline-num-layers 4"),
         pytest.param(6, f"{VIRTUAL} --decoder-last-pipeline-num-layers 2", marks=full),
-        pytest.param(7, f"{VIRTUAL} --pipeline-model-parallel-layout Et|t*3|tt|tL", marks=full),
+        pytest.param(7, "--pipeline-model-parallel-layout Et|t*3|tt|tL", marks=full),
     ],
 )
 def test_interleaving_with_uneven_ends(corpus, tmp_path, layers, flags):
