@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from mcore import device
 from mcore.models.gpt import GPTModel
 from mcore.topology.collectives import broadcast_, receive_, send
 from mcore.topology.context import ParallelContext
@@ -41,7 +42,7 @@ class Decoder:
         use_cache: bool = True,
     ) -> None:
         self._model, self._ctx = model, ctx
-        self._device = next(model.parameters()).device
+        self._device = next((p.device for p in model.parameters()), device.current_device())
         longest = max(map(len, prompts))
         rows = [[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
         self._tokens = torch.tensor(rows, device=self._device)  # [b, s]
