@@ -134,9 +134,7 @@ class StableBlend(DelegatingDataset):
         return name, cursor + int(samples[index - segment["start"]])
 
     def _drawn(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        draws = (
-            self._draws
-        )  # before the segments: a thread that reads ahead never mixes old and new
+        draws = self._draws  # before the segments: who reads ahead never mixes old ones with new
         if number not in draws:
             segment = self._segments[number]
             following = self._segments[number + 1 : number + 2]
