@@ -18,6 +18,7 @@ from mcore.config.run import Resolved, RunConfig, resolve
 from mcore.errors import ConfigError, McoreError
 from mcore.tokenizers import build_tokenizer
 from mcore.training.arguments import read, value_sources
+from mcore.training.idle_options import idle_options
 from mcore.training.memory import RankMemory, predict_memory
 from mcore.training.options import CHECKPOINT, CONFIG_FILE, DEEPSPEED, DEFAULT, Source
 from mcore.training.parameter_count import count_parameters
@@ -229,7 +230,10 @@ def examine(settled: Settled, launch: str | None = None) -> Report:
         split=plan_split(config, plan),
         schedule=plan.schedule.name,
         sources=value_sources(settled.arguments, settled.model_options),
-        notes=settled.notes,
+        notes=[
+            *settled.notes,
+            *(f"{option} has no effect: {reason}" for option, reason in idle_options(config)),
+        ],
         absent=absent,
         num_parameters=_num_parameters(config) if known else None,
         memory=predict_memory(config, world_size) if known else (),

@@ -80,6 +80,8 @@ class GPTConfig:
             ("learned_absolute", "rope", "none"),
             "position_embedding_type",
         )
+        if not self.rotary_base > 0.0:
+            yield f"rotary_base is {self.rotary_base}; use a number above 0"
         if not 0.0 < self.rotary_percent <= 1.0:
             yield f"rotary_percent is {self.rotary_percent}; use a number above 0 and up to 1"
         yield from self._wrong_scaling()

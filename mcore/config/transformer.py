@@ -157,6 +157,7 @@ class TransformerConfig(ModelParallelConfig):
         if not sizes:
             yield from self._wrong_heads()
         yield from below(self, 0, "sliding_window_first_layer", "cpu_offloading_num_layers")
+        yield from below(self, 0.0, "layernorm_epsilon", "init_method_std")
         yield from not_one_of(self.normalization, ("LayerNorm", "RMSNorm"), "normalization")
         for name in ("hidden_dropout", "attention_dropout"):
             if not 0.0 <= getattr(self, name) < 1.0:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -190,15 +191,21 @@ def build_sections(
                 continue
         if name == "training" and values.get("seq_length") is None and options.get("seq_length"):
             values["seq_length"] = options["seq_length"]
+        unusable = [field for field, value in values.items() if _is_no_number(value)]
+        problems += [f"`{field}` is {values.pop(field)}; use a finite number" for field in unusable]
         try:
             section = kind(**values)
         except (McoreError, ValueError) as error:
             problems += problems_of(error)
         else:
             # What could not be read is told; nothing else is concluded from its absence.
-            if all(place[0] != name for place in arguments.malformed):
+            if not unusable and all(place[0] != name for place in arguments.malformed):
                 built[name] = section
     return built, problems
+
+
+def _is_no_number(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
 
 
 def _missing(names: Sequence[str], arguments: Arguments) -> list[str]:

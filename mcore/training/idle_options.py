@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
+from mcore.config.command_line import flag_names
 from mcore.config.distributed import DistributedDataParallelConfig
+from mcore.config.fields import flag_of
 from mcore.config.run import RunConfig
 from mcore.config.transformer import TransformerConfig
 
@@ -13,6 +16,129 @@ _RECOMPUTED = next(
     field.default
     for field in dataclasses.fields(TransformerConfig)
     if field.name == "recompute_modules"
+)
+
+
+class _Rule(NamedTuple):
+    """Options of a section that need another one."""
+
+    section: str
+    fields: str
+    are_used: Callable[[RunConfig], bool]
+    otherwise: str
+
+
+def _scales(config: RunConfig) -> bool:
+    return config.optimizer.fp16 and config.optimizer.loss_scale is None
+
+
+_RULES = (
+    _Rule(
+        "optimizer",
+        "sgd_momentum",
+        lambda config: config.optimizer.optimizer == "sgd",
+        "it is for --optimizer sgd",
+    ),
+    _Rule(
+        "optimizer",
+        "lion_beta1 lion_beta2",
+        lambda config: config.optimizer.optimizer == "lion",
+        "it is for --optimizer lion",
+    ),
+    _Rule(
+        "optimizer",
+        "muon_momentum muon_nesterov muon_split_qkv muon_num_ns_steps muon_coefficient_type "
+        "muon_scale_mode muon_extra_scale_factor",
+        lambda config: config.optimizer.optimizer == "muon",
+        "it is for --optimizer muon",
+    ),
+    _Rule(
+        "optimizer",
+        "adam_beta1 adam_beta2 adam_eps",
+        lambda config: config.optimizer.optimizer in ("adam", "muon"),
+        "it is for --optimizer adam and muon",
+    ),
+    _Rule(
+        "optimizer",
+        "initial_loss_scale min_loss_scale loss_scale_window hysteresis",
+        _scales,
+        "the loss has a changing scale only with --fp16 and without --loss-scale",
+    ),
+    _Rule(
+        "optimizer",
+        "optimizer_offload_fraction",
+        lambda config: config.optimizer.optimizer_cpu_offload,
+        "it needs --optimizer-cpu-offload",
+    ),
+    _Rule(
+        "scheduler",
+        "lr_wsd_decay_style lr_wsd_decay_iters lr_wsd_decay_samples",
+        lambda config: config.scheduler.lr_decay_style == "WSD",
+        "it needs --lr-decay-style WSD",
+    ),
+    _Rule(
+        "gpt",
+        "rotary_base rotary_percent rotary_seq_len_interpolation_factor",
+        lambda config: config.gpt.position_embedding_type == "rope",
+        "it needs --position-embedding-type rope",
+    ),
+    _Rule(
+        "model",
+        "rotary_interleaved",
+        lambda config: config.gpt.position_embedding_type == "rope",
+        "it needs --position-embedding-type rope",
+    ),
+    _Rule(
+        "gpt",
+        "rope_scaling_factor rope_low_freq_factor rope_high_freq_factor "
+        "rope_original_max_positions",
+        lambda config: config.gpt.use_rope_scaling,
+        "it needs --use-rope-scaling",
+    ),
+    _Rule(
+        "evaluation",
+        "eval_interval start_eval_at_iter full_validation eval_micro_batch_size "
+        "eval_global_batch_size",
+        lambda config: config.evaluation.eval_iters > 0,
+        "--eval-iters is 0",
+    ),
+    _Rule(
+        "profiling",
+        "profile_step_start profile_step_end profile_ranks",
+        lambda config: config.profiling.profile,
+        "it needs --profile",
+    ),
+    _Rule(
+        "profiling",
+        "memory_snapshot_path",
+        lambda config: config.profiling.record_memory_history,
+        "it needs --record-memory-history",
+    ),
+    _Rule(
+        "stability",
+        "loss_spike_window loss_spike_min_samples loss_spike_threshold loss_spike_min_rise "
+        "grad_norm_spike_min_factor loss_spike_max_skips loss_spike_max_rollbacks",
+        lambda config: config.stability.loss_spike_policy != "off",
+        "--loss-spike-policy is off",
+    ),
+    _Rule(
+        "stability",
+        "alert_timeout",
+        lambda config: bool(config.stability.on_alert),
+        "there is no --on-alert",
+    ),
+    _Rule(
+        "training",
+        "exit_signal",
+        lambda config: config.training.exit_signal_handler,
+        "signals are not handled (--no-exit-signal-handler)",
+    ),
+    _Rule(
+        "runtime",
+        "manual_gc_interval",
+        lambda config: config.runtime.manual_gc,
+        "it needs --manual-gc",
+    ),
 )
 
 
@@ -30,6 +156,9 @@ def idle_options(config: RunConfig) -> Iterator[tuple[str, str]]:
         ):
             if not loads:
                 yield flag, "there is no --load"
+    for rule in _RULES:
+        if not rule.are_used(config):
+            yield from ((flag, rule.otherwise) for flag in _given(config, rule))
     yield from _of_data_parallelism(config.ddp, model.pipeline_model_parallel_size)
 
 
@@ -55,3 +184,13 @@ def _of_data_parallelism(
     }
     if reason is not None:
         yield from ((flag, reason) for flag, is_given in given.items() if is_given)
+
+
+def _given(config: RunConfig, rule: _Rule) -> Iterator[str]:
+    """Flags of a rule whose values are not the defaults."""
+    section = getattr(config, rule.section)
+    fields = {field.name: field for field in dataclasses.fields(section)}
+    for field in map(fields.__getitem__, rule.fields.split()):
+        described = flag_of(field)
+        if described is not None and getattr(section, field.name) != field.default:
+            yield flag_names(field, described)[0]

@@ -4,6 +4,8 @@ from mcore.config.checkpoint import CheckpointConfig
 from mcore.config.distributed import DistributedDataParallelConfig
 from mcore.config.run import RunConfig
 from mcore.config.transformer import TransformerConfig
+from mcore.errors import ConfigError, OptionsError
+from mcore.training.arguments import build_config, read
 from mcore.training.idle_options import idle_options
 
 ZERO3 = {"data_parallel_sharding_strategy": "optim_grads_params"}
@@ -58,3 +60,53 @@ def test_what_is_not_loaded_from_nowhere():
             model=TransformerConfig(**sizes), checkpoint=CheckpointConfig(load=load, **spared)
         )
         assert [option for option, _ in idle_options(config)] == wanted
+
+
+@pytest.mark.parametrize(
+    ("words", "idle"),
+    [
+        ("--sgd-momentum 0.5 --lion-beta1 0.5", ["--sgd-momentum", "--lion-beta1"]),
+        ("--optimizer sgd --sgd-momentum 0.5 --adam-beta1 0.5", ["--adam-beta1"]),
+        ("--optimizer muon --adam-beta1 0.5 --muon-momentum 0.5", []),
+        ("--initial-loss-scale 8 --hysteresis 3", ["--initial-loss-scale", "--hysteresis"]),
+        ("--fp16 --initial-loss-scale 8 --hysteresis 3", []),
+        ("--fp16 --loss-scale 8 --loss-scale-window 3", ["--loss-scale-window"]),
+        ("--lr-wsd-decay-iters 5", ["--lr-wsd-decay-iters"]),
+        ("--rotary-base 500 --rope-scaling-factor 4", ["--rotary-base", "--rope-scaling-factor"]),
+        ("--position-embedding-type rope --rotary-base 500", []),
+        ("--eval-iters 0 --full-validation", ["--full-validation"]),
+        (
+            "--profile-step-start 3 --memory-snapshot-path a",
+            ["--profile-step-start", "--memory-snapshot-path"],
+        ),
+        ("--profile --profile-step-start 3", []),
+        (
+            "--loss-spike-threshold 3 --alert-timeout 5",
+            ["--loss-spike-threshold", "--alert-timeout"],
+        ),
+        ("--loss-spike-policy skip --loss-spike-threshold 3", []),
+        ("--exit-signal SIGINT --no-exit-signal-handler", ["--exit-signal"]),
+    ],
+)
+def test_what_another_option_would_have_to_switch_on(words, idle):
+    model = "--num-layers 1 --hidden-size 8 --num-attention-heads 2"
+    config = build_config(read(f"{model} {words}".split()))
+    assert [option for option, _ in idle_options(config)] == idle
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+@pytest.mark.parametrize(
+    "flag", ["--lr", "--clip-grad", "--weight-decay", "--init-method-std", "--loss-scale"]
+)
+def test_what_is_no_number_is_refused_by_its_flag(flag, value):
+    model = "--num-layers 1 --hidden-size 8 --num-attention-heads 2"
+    with pytest.raises(ConfigError, match=f"{flag} is {value}; use a finite number"):
+        build_config(read([*model.split(), f"{flag}={value}"]))
+
+
+def test_numbers_that_no_model_can_have():
+    model = "--num-layers 1 --hidden-size 8 --num-attention-heads 2"
+    words = "--norm-epsilon=-1 --init-method-std=-1 --rotary-base 0"
+    with pytest.raises(OptionsError) as info:
+        build_config(read(f"{model} {words}".split()))
+    assert len(info.value.problems) == 3
