@@ -15,7 +15,14 @@ from mcore.config.command_line import add_flags
 from mcore.config.fields import flag_of
 from mcore.config.tokenizer import TokenizerConfig
 from mcore.errors import ConfigError
-from mcore.generation import LoadedModel, Sampling, generate, generate_batch, load_model
+from mcore.generation import (
+    LoadedModel,
+    Sampling,
+    generate,
+    generate_batch,
+    load_model,
+    prompt_problem,
+)
 from mcore.tokenizers import Tokenizer, build_tokenizer
 from mcore.topology.collectives import all_gather_object
 from mcore.topology.context import ParallelContext
@@ -43,11 +50,9 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add("--prompts-file", metavar="FILE", help="a text to continue on each line")
     add("--max-new-tokens", type=int, default=100, metavar="N", help="default: 100")
     add("--greedy", action="store_true", help="always the most likely token")
-    add("--temperature", type=float, default=1.0, metavar="T", help="default: 1")
-    add("--top-k", type=int, default=0, metavar="K", help="choose among the K likeliest; 0 = all")
-    add(
-        "--top-p", type=float, default=1.0, metavar="P", help="... that have probability P together"
-    )
+    add("--temperature", type=float, metavar="T", help="default: 1")
+    add("--top-k", type=int, metavar="K", help="choose among the K likeliest; 0 = all")
+    add("--top-p", type=float, metavar="P", help="... that have probability P together")
     add(
         "--seed",
         type=int,
@@ -72,9 +77,7 @@ def run(args: argparse.Namespace) -> int:
     """
     if args.max_new_tokens < 0:
         raise ConfigError(f"--max-new-tokens is {args.max_new_tokens}; use 0 or more")
-    sampling = Sampling(
-        greedy=args.greedy, temperature=args.temperature, top_k=args.top_k, top_p=args.top_p
-    )
+    sampling = _sampling(args)
     prompts = _prompts(args)
     world = join_world(read_launch(), args.device)
     try:
@@ -88,6 +91,18 @@ def run(args: argparse.Namespace) -> int:
     finally:
         leave_world(world.is_owned)
     return 0
+
+
+def _sampling(args: argparse.Namespace) -> Sampling:
+    options = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p")}
+    typed = {name: value for name, value in options.items() if value is not None}
+    if args.greedy and typed:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in typed)
+        raise ConfigError(
+            f"--greedy always takes the most likely token, and leaves {flags} nothing to choose; "
+            "drop one side"
+        )
+    return Sampling(greedy=args.greedy, **typed)
 
 
 def _prompts(args: argparse.Namespace) -> list[str]:
@@ -123,6 +138,7 @@ class _Session:
     def continue_all(self, prompts: list[str]) -> None:
         """Continue the prompts and print them on rank 0."""
         encoded = [list(self.tokenizer.tokenize(prompt)) for prompt in prompts]
+        self._check(encoded)
         if len(prompts) == 1 and self.ctx.dp.size == 1 and not self.args.json:
             self._stream(encoded[0])
             return
@@ -136,6 +152,15 @@ class _Session:
             print(json.dumps([dict(zip(names, row, strict=True)) for row in rows], indent=2))
         else:
             print("\n\n".join(texts))
+
+    def _check(self, prompts: list[list[int]]) -> None:
+        typed = len(self.args.prompt or [])
+        for number, prompt in enumerate(prompts, 1):
+            problem = prompt_problem(prompt, self.loaded.model)
+            if problem is not None:
+                line = number - typed
+                place = f" (line {line} of {self.args.prompts_file})" if line > 0 else ""
+                raise ConfigError(f"prompt {number}{place} {problem}")
 
     def _continue(self, prompts: list[list[int]]) -> list[list[int]]:
         """The new tokens of each prompt; replicas take every d-th prompt, a batch at a time."""

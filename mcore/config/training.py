@@ -85,7 +85,10 @@ class TrainingConfig:
         "SIGTERM",
         help="SIGUSR1, which else saves and goes on, saves and exits too; the others do so anyway.",
     )
-    skip_train: bool = flag(False, help="Load and evaluate only.")
+    skip_train: bool = flag(
+        False,
+        help="Load a checkpoint's weights, whatever its iteration and schedule, and evaluate.",
+    )
 
     def __post_init__(self) -> None:
         refuse(self._problems())

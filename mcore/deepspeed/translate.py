@@ -158,21 +158,8 @@ _BLOCKS: Mapping[str, _Block] = {
 
 def _take_batch(translation: Translation, config: Mapping[str, Any], world_size: int) -> None:
     """Both batch sizes, from whichever corners the file and the command line give."""
-    corners: dict[str, int | None] = {}
-    for key in _BATCH:
-        value = config.get(key)
-        if value is None or is_auto(value):
-            corners[key] = None
-            continue
-        try:
-            corners[key] = whole(value)
-        except ValueError as error:
-            translation.refuse(key, value, str(error))
-            return
-        if whole(value) < 1:
-            translation.refuse(key, value, "use a whole number from 1 up")
-            return
-    if all(corner is None for corner in corners.values()):
+    corners = _corners(translation, config)
+    if corners is None or all(corner is None for corner in corners.values()):
         return
     copies = _copies(translation, world_size)
     if copies is None:
@@ -204,6 +191,25 @@ def _take_batch(translation: Translation, config: Mapping[str, Any], world_size:
         path = key if corners[key] is not None else " and ".join(named)
         if corners[key] is not None or translation.given("training", field) is None:
             translation.set(path, "training", field, value)
+
+
+def _corners(translation: Translation, config: Mapping[str, Any]) -> dict[str, int | None] | None:
+    """The file's corners, None for one that it leaves open; None where any is refused."""
+    corners: dict[str, int | None] = {}
+    known = len(translation.problems)
+    for key in _BATCH:
+        value = config.get(key)
+        corners[key] = None
+        if value is None or is_auto(value):
+            continue
+        try:
+            corners[key] = whole(value)
+        except ValueError as error:
+            translation.refuse(key, value, str(error))
+            continue
+        if whole(value) < 1:
+            translation.refuse(key, value, "use a whole number from 1 up")
+    return corners if len(translation.problems) == known else None
 
 
 def _with_origins(

@@ -77,8 +77,10 @@ def generate_batch(
         DataError: a prompt is empty, longer than the model's positions, or has ids outside the
             vocabulary.
     """
-    for prompt in prompts:
-        _check_prompt(prompt, model)
+    for number, prompt in enumerate(prompts, 1):
+        problem = prompt_problem(prompt, model)
+        if problem is not None:
+            raise DataError(f"prompt {number} {problem}")
     limits = [
         min(max_new_tokens, model.max_sequence_length + 1 - len(prompt)) for prompt in prompts
     ]
@@ -95,20 +97,27 @@ def generate_batch(
     return _steps(decoder, chooser, limits, stop_id)
 
 
-def _check_prompt(prompt: Sequence[int], model: GPTModel) -> None:
+def prompt_problem(prompt: Sequence[int], model: GPTModel) -> str | None:
+    """Why a model cannot continue a prompt, in words that follow the prompt's name.
+
+    Args:
+        prompt: token ids.
+        model: whole, or a stage.
+    """
     if not prompt:
-        raise DataError("a prompt has no tokens; give some text to continue")
+        return "has no tokens; give some text to continue"
     if len(prompt) > model.max_sequence_length:
-        raise DataError(
-            f"a prompt has {len(prompt)} tokens, but the model has {model.max_sequence_length} "
-            "positions (max_position_embeddings); shorten it"
+        return (
+            f"has {len(prompt)} tokens, but the model has {model.max_sequence_length} positions "
+            "(max_position_embeddings); shorten it"
         )
     outside = [token for token in prompt if not 0 <= token < model.vocab_size]
     if outside:
-        raise DataError(
-            f"a prompt has token {outside[0]}, but the model knows 0 to {model.vocab_size - 1}: "
-            "the tokenizer is not the one that it was trained with"
+        return (
+            f"has token {outside[0]}, but the model knows 0 to {model.vocab_size - 1}: the "
+            "tokenizer is not the one that it was trained with"
         )
+    return None
 
 
 class _Chooser:

@@ -184,6 +184,8 @@ def _same(first: str | None, second: str | None) -> bool:
 def load(state: TrainState, config: RunConfig, ctx: ParallelContext) -> Path:
     """Continue from a checkpoint of any layout, or take its weights only (`--finetune`).
 
+    With `--skip-train` nothing is stepped: neither the optimizer's state nor the schedule is read.
+
     Returns:
         Its directory.
 
@@ -195,6 +197,8 @@ def load(state: TrainState, config: RunConfig, ctx: ParallelContext) -> Path:
     """
     options = config.checkpoint
     assert options.load is not None
+    if config.training.skip_train:
+        config = replace(config, checkpoint=replace(options, load_optim=False))
     return checkpoint.first_good(
         options.load,
         lambda directory: _load_from(directory, state, config, ctx),

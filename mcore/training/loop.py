@@ -193,7 +193,9 @@ class Run:
         return sum(losses.values()) / len(losses)
 
     def _measure(self, split: str, samples: SampleDataset) -> float | None:
-        part = plan_measurement(split, samples, self.config, self.resolved, self.state.iteration)
+        # A checkpoint that is only measured may be of a longer run than the data are sized for.
+        iteration = min(self.state.iteration, self.resolved.train_iters)
+        part = plan_measurement(split, samples, self.config, self.resolved, iteration)
         streams = self._streams(part.samples, part.first, part)
         try:
             return self.steps.evaluate(self.state.chunks, streams, part.iterations, self.exits.ask)

@@ -172,12 +172,9 @@ def run(
     memory.tell_prediction(state.chunks)
     loaded = checkpointing.load(state, config, runtime.ctx) if prepared.loads else None
     setup_done = time.perf_counter()
-    if state.iteration > resolved.train_iters:
-        raise CheckpointError(
-            f"the checkpoint is of iteration {state.iteration}, beyond the {resolved.train_iters} "
-            "iterations of this run; raise --train-iters"
-        )
-    follow_data_order(state, datasets[0])
+    if not config.training.skip_train:
+        _check_continuation(state, resolved)
+        follow_data_order(state, datasets[0])
     log = RunLog(config, resolved, runtime, state.iteration, timers)
     log.phases(
         {
@@ -226,6 +223,14 @@ def run(
         watch.ignore_peers()
     finish(runtime)
     return state
+
+
+def _check_continuation(state: TrainState, resolved: Resolved) -> None:
+    if state.iteration > resolved.train_iters:
+        raise CheckpointError(
+            f"the checkpoint is of iteration {state.iteration}, beyond the {resolved.train_iters} "
+            "iterations of this run; raise --train-iters"
+        )
 
 
 def _tell_end(autopilot: Autopilot, error: NumericsError, state: TrainState) -> None:

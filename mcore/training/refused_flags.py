@@ -211,7 +211,7 @@ REFUSED: Mapping[str, tuple[str, ...]] = {
         "--straggler-minmax-count",
     ),
     "faults are not injected; drop it": ("--error-injection-rate", "--error-injection-type"),
-    "a step is not run a second time to find faulty hardware; drop it": (
+    "a step whose second computation differs is told in --autopilot-log; drop it": (
         "--result-rejected-tracker-filename",
     ),
     "the phases of a step are timed by --timing-log-level": ("--profile-backward",),

@@ -122,10 +122,11 @@ def train_and_inspect(
 
 
 def save_again(words: list[str], state: TrainState) -> None:
-    """For `train_and_inspect` of a run with `--skip-train`: write what was loaded to `--save`."""
-    config = build_config(parse(words))
-    writer = CheckpointWriter(config.checkpoint)
-    checkpointing.save(state, config, state.optimizer.context, writer)
+    """For `train_and_inspect` of a run with `--skip-train`: write all of `--load` to `--save`."""
+    config, ctx = build_config(parse(words)), state.optimizer.context
+    training = replace(config.training, skip_train=False)
+    checkpointing.load(state, replace(config, training=training), ctx)
+    checkpointing.save(state, config, ctx, CheckpointWriter(config.checkpoint))
 
 
 def read_records(path: Path) -> Records:

@@ -140,3 +140,17 @@ def test_the_test_set_is_measured_at_the_end(corpora):
 def test_what_is_refused(corpora, options, error, message):
     with pytest.raises(error, match=message):
         train(separate(corpora, 2, options), SINGLE)
+
+
+@pytest.mark.parametrize("saved", ["", "--no-save-optim"])
+def test_a_checkpoint_is_measured_whatever_its_schedule_and_iteration(corpora, tmp_path, saved):
+    """The command of docs/evaluation.md."""
+    flags = f"--eval-interval 2 --full-validation --eval-iters 1 {saved}"
+    saving = f"--save {tmp_path} --save-interval 4"
+    trained = train(separate(corpora, 4, flags, saving), SINGLE)
+    flags = f"--use-checkpoint-args --load {tmp_path} --skip-train --lr 0 --min-lr 0"
+    words = separate(corpora, 1, "--lr-warmup-iters 0 --eval-iters 1", flags)
+    measured = train([*words, "--full-validation"], SINGLE)
+    wanted = series(trained, "valid_lm_loss")[-1]
+    assert [(record["iteration"], record["valid_lm_loss"]) for record in measured] == [(4, wanted)]
+    assert len(series(train(words, SINGLE), "valid_lm_loss")) == 1  # the data are those of a step

@@ -74,6 +74,16 @@ def test_corners_of_file_and_command_line_are_one_triangle():
     assert "beside it" in read({"gradient_accumulation_steps": 8}).problems[0]
 
 
+def test_every_corner_that_is_no_size_is_told():
+    wrong = {
+        "train_batch_size": "many",
+        "train_micro_batch_size_per_gpu": 1.5,
+        "gradient_accumulation_steps": 0,
+    }
+    problems = read(wrong).problems
+    assert [problem.split()[0] for problem in problems] == list(wrong)
+
+
 # --- blocks
 
 

@@ -146,6 +146,29 @@ def test_the_command(roots, capsys):
     assert main(["generate", "--load", str(roots["gpt2"] / "x"), "--prompt", "5"]) == 1
 
 
+def test_a_prompt_that_cannot_be_continued_is_told_by_its_place(roots, tmp_path, capsys):
+    file = tmp_path / "prompts"
+    words = ["generate", "--load", str(roots["gpt2"]), "--tokenizer-type", "NullTokenizer"]
+    words += ["--vocab-size", "1000"]
+    assert main([*words, "--prompt", "5", "--prompt", ""]) == 2
+    assert "prompt 2 has no tokens" in capsys.readouterr().err
+    for line, problem in (("", "has no tokens"), ("7 " * 2000, "has 2000 tokens, but the model")):
+        file.write_text(f"5\n6\n{line}\n8\n")
+        assert main([*words, "--prompt", "9", "--prompts-file", str(file)]) == 2
+        told = capsys.readouterr()
+        assert f"prompt 4 (line 3 of {file}) {problem}" in told.err
+        assert told.out == ""
+
+
+def test_greedy_leaves_nothing_to_sampling(capsys):
+    words = ["generate", "--load", "nowhere", "--prompt", "5", "--greedy"]
+    assert main([*words, "--temperature", "0.5", "--top-p", "1"]) == 2
+    message = capsys.readouterr().err
+    assert all(flag in message for flag in ("--greedy", "--temperature, --top-p"))
+    assert main([*words, "--top-k", "0"]) == 2
+    assert "--top-k" in capsys.readouterr().err
+
+
 def test_a_file_of_prompts_is_taken_a_batch_at_a_time(roots, tmp_path, capsys, monkeypatch):
     file, batches = tmp_path / "prompts", []
 
