@@ -8,15 +8,15 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, manual_seed, nn
 
 from mcore import tensor_parallel as tp
 from mcore.config.run import RunConfig
 from mcore.config.transformer import TransformerConfig
 from mcore.training import Stage, corpus_files, pretrain
-from pretrain_gpt import datasets_provider, loss_func
+from mcore.training.gpt import datasets_provider
+from pretrain_gpt import loss_func
 
 
 class ShiftLayer(nn.Module):
@@ -24,7 +24,7 @@ class ShiftLayer(nn.Module):
 
     def __init__(self, config: TransformerConfig, seed: int) -> None:
         super().__init__()
-        torch.manual_seed(seed)  # the same weights whatever else is in the stage
+        manual_seed(seed)  # the same weights whatever else is in the stage
         h = config.hidden_size
         self.norm = nn.LayerNorm(h, dtype=config.params_dtype)
         self.now = tp.ColumnParallelLinear(h, config.ffn_size, config=config)
@@ -50,10 +50,10 @@ class ShiftModel(nn.Module):
         self.input: Any = None
         self.embedding = self.head = None
         if stage.pre_process:
-            torch.manual_seed(seed - 1)
+            manual_seed(seed - 1)
             self.embedding = tp.VocabParallelEmbedding(vocabulary, size, config=config.model)
         if stage.post_process:
-            torch.manual_seed(seed - 2)
+            manual_seed(seed - 2)
             self.head = tp.ColumnParallelLinear(size, vocabulary, config=config.model)
 
     def set_input_tensor(self, input_tensor: list[Any]) -> None:

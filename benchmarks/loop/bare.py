@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
-import pretrain_gpt
 from mcore.config.run import resolve
 from mcore.training.arguments import build_config, parse
+from mcore.training.gpt import model_provider
 from mcore.training.setup import Stage
 from mcore.transformer import DropoutState
 
@@ -21,7 +21,7 @@ def main() -> None:
     config = build_config(parse(words))
     sizes = resolve(config, 1)
     stage = Stage(True, True, range(config.model.num_layers), None)
-    model = pretrain_gpt.model_provider(config, stage)
+    model = model_provider(config, stage)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     shape = (sizes.micro_batch_size, sizes.seq_length + 1)
     vocabulary = config.tokenizer.vocab_size

@@ -23,6 +23,7 @@ from mcore.config.tokenizer import TokenizerConfig
 from mcore.config.training import TrainingConfig
 from mcore.config.transformer import TransformerConfig
 from mcore.topology.context import ParallelContext
+from mcore.training.gpt import model_provider
 from mcore.training.initialize import Launch, initialize
 from mcore.training.setup import build_state
 from mcore.training.step import StepFunctions
@@ -103,7 +104,7 @@ def main() -> None:
     )
     resolved = resolve(config, world)
     runtime = initialize(config, Launch(rank, world, rank))
-    state = build_state(config, resolved, runtime, pretrain_gpt.model_provider)
+    state = build_state(config, resolved, runtime, model_provider)
     functions = StepFunctions(pretrain_gpt.forward_step, resolved, runtime)
     streams: list[Any] = [Stream(work, runtime.ctx)]
     time_steps_of(lambda _: float(functions.train(state, streams).loss), 3, steps)

@@ -19,6 +19,7 @@ import pretrain_gpt
 from mcore import parallel_state
 from mcore.errors import DataError
 from mcore.training import initialize, pretrain
+from mcore.training.gpt import datasets_provider, model_provider
 
 
 class Misfortune:
@@ -71,10 +72,10 @@ def main():
         return pretrain_gpt.forward_step(data_iterator, model)
 
     def datasets(config, sizes):
-        train, *others = pretrain_gpt.datasets_provider(config, sizes)
+        train, *others = datasets_provider(config, sizes)
         return (Corrupt(train, misfortune) if what == "data" else train, *others)
 
-    pretrain(datasets, pretrain_gpt.model_provider, forward_step, argv=flags)
+    pretrain(datasets, model_provider, forward_step, argv=flags)
 
 
 if __name__ == "__main__":

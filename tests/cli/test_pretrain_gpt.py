@@ -119,13 +119,14 @@ FAULTY_STEP = """
 import os
 import pretrain_gpt
 from mcore.training import pretrain
+from mcore.training.gpt import datasets_provider, model_provider
 
 def forward_step(data_iterator, model):
     if os.environ["RANK"] == "1" and data_iterator.iteration == 2:
         raise RuntimeError("a fault of this rank")
     return pretrain_gpt.forward_step(data_iterator, model)
 
-pretrain(pretrain_gpt.datasets_provider, pretrain_gpt.model_provider, forward_step)
+pretrain(datasets_provider, model_provider, forward_step)
 """
 
 

@@ -98,7 +98,8 @@ from mcore import signals
 if __name__ == "__main__":
     signals.install()
 from mcore.training import pretrain
-from pretrain_gpt import datasets_provider, forward_step, model_provider
+from mcore.training.gpt import datasets_provider, model_provider
+from pretrain_gpt import forward_step
 
 def killed_step(data_iterator, model):
     log, mark = Path("save/autopilot.jsonl"), Path("killed")

@@ -15,8 +15,9 @@ from torch import nn
 from mcore.data import IndexedDatasetBuilder
 from mcore.log import get_logger
 from mcore.training.batches import BatchStream
+from mcore.training.gpt import datasets_provider, model_provider
 from mcore.training.pretrain import Providers
-from pretrain_gpt import datasets_provider, forward_step, model_provider
+from pretrain_gpt import forward_step
 from tests.equivalence.tiny import EOD
 
 #: The document that no other is like.

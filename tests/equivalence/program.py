@@ -27,10 +27,11 @@ from mcore.testing import preload_in_workers, run_distributed
 from mcore.training import checkpointing
 from mcore.training.arguments import build_config, parse
 from mcore.training.checkpoint_writer import CheckpointWriter
+from mcore.training.gpt import datasets_provider, model_provider
 from mcore.training.initialize import Launch
 from mcore.training.pretrain import Providers, prepare, run
 from mcore.training.setup import TrainState
-from pretrain_gpt import datasets_provider, forward_step, model_provider
+from pretrain_gpt import forward_step
 
 PROVIDERS = Providers(datasets_provider, model_provider, forward_step)
 TIMEOUT_SECONDS = 400.0

@@ -8,7 +8,7 @@ import torch
 
 from mcore.checkpoint import read_common, read_tensors
 from mcore.training.arguments import build_config, parse
-from pretrain_gpt import model_provider
+from mcore.training.gpt import model_provider
 from tests.equivalence.program import (
     PROVIDERS,
     SINGLE,

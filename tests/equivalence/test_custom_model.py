@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from examples import custom_model
+from mcore.training.gpt import datasets_provider
 from mcore.training.pretrain import Providers
-from pretrain_gpt import datasets_provider
 from tests.equivalence.copies import count_copies, held_elements
 from tests.equivalence.program import (
     Layout,

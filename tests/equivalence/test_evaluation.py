@@ -5,9 +5,9 @@ import torch
 
 from mcore.errors import ConfigError, DataError
 from mcore.training.arguments import parse
+from mcore.training.gpt import datasets_provider
 from mcore.training.initialize import Launch
 from mcore.training.prepare import prepare
-from pretrain_gpt import datasets_provider
 from tests.equivalence.program import (
     SINGLE,
     Layout,

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from mcore.cli.main import main
 from mcore.training.arguments import build_config, parse
 from mcore.training.checkpointing import stored_model_options
-from pretrain_gpt import datasets_provider
+from mcore.training.gpt import datasets_provider
 from tests.equivalence.program import Layout, series, train
 from tests.equivalence.tiny import BATCH, EOD, VOCABULARY, command
 from tests.unit.convert.test_families import FAMILIES, random_model

@@ -22,8 +22,9 @@ import torch
 
 from mcore.checkpoint import read_tensors
 from mcore.errors import McoreError
+from mcore.training.gpt import datasets_provider, model_provider
 from mcore.training.pretrain import Providers
-from pretrain_gpt import datasets_provider, forward_step, model_provider
+from pretrain_gpt import forward_step
 from tests.equivalence.copies import count_copies, held_elements
 from tests.equivalence.program import (
     SINGLE,

@@ -13,8 +13,9 @@ from mcore.errors import ConfigError
 from mcore.optimizer import gradients
 from mcore.training.activation_memory import LayerActivations, block_activations
 from mcore.training.arguments import build_config, parse
+from mcore.training.gpt import datasets_provider, model_provider
 from mcore.training.memory import memory_table, predict_memory
-from pretrain_gpt import datasets_provider, forward_step, model_provider
+from pretrain_gpt import forward_step
 from tests.equivalence.program import SINGLE, Layout, Providers, layout_id, train_and_inspect
 from tests.equivalence.tiny import command
 

@@ -7,8 +7,9 @@ import torch
 
 from mcore.pipeline_parallel.actions import backward, forward
 from mcore.pipeline_parallel.hooks import Unobserved
+from mcore.training.gpt import datasets_provider, model_provider
 from mcore.training.non_finite import Evidence, GradientProbe, NonFinite, describe, find
-from pretrain_gpt import datasets_provider, forward_step, model_provider
+from pretrain_gpt import forward_step
 from tests.equivalence.program import (
     SINGLE,
     Layout,

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from mcore.training.gpt import datasets_provider, model_provider
 from mcore.training.pretrain import Providers
-from pretrain_gpt import datasets_provider, forward_step, model_provider
+from pretrain_gpt import forward_step
 from tests.equivalence.program import Layout, train_and_inspect
 from tests.equivalence.tiny import SEQUENCE, command
 

@@ -11,9 +11,10 @@ import pytest
 from mcore import parallel_state
 from mcore.checkpoint import read_tensors
 from mcore.topology.context import ParallelContext
+from mcore.training.gpt import datasets_provider, model_provider
 from mcore.training.pretrain import Providers
 from mcore.training.setup import report_parameters
-from pretrain_gpt import datasets_provider, forward_step, model_provider
+from pretrain_gpt import forward_step
 from tests.equivalence.program import (
     SINGLE,
     Layout,

@@ -5,7 +5,8 @@ import torch
 
 from mcore.convert import load_model_state, save_model_state
 from mcore.errors import ConfigError, NumericsError
-from pretrain_gpt import datasets_provider, forward_step, model_provider
+from mcore.training.gpt import datasets_provider, model_provider
+from pretrain_gpt import forward_step
 from tests.equivalence.program import (
     Layout,
     Providers,

@@ -5,7 +5,8 @@ import time
 import pytest
 import torch
 
-from pretrain_gpt import datasets_provider, forward_step, model_provider
+from mcore.training.gpt import datasets_provider, model_provider
+from pretrain_gpt import forward_step
 from tests.equivalence.program import (
     Layout,
     Providers,

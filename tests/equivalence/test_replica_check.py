@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from mcore.errors import ConfigError
+from mcore.training.gpt import datasets_provider, model_provider
 from mcore.training.replica_check import hash_bits
-from pretrain_gpt import datasets_provider, forward_step, model_provider
+from pretrain_gpt import forward_step
 from tests.equivalence.program import Layout, Providers, layout_id, train
 from tests.equivalence.tiny import command
 
