@@ -11,6 +11,7 @@ from mcore.config.distributed import DistributedDataParallelConfig
 from mcore.config.fields import flag_of
 from mcore.config.run import RunConfig
 from mcore.config.transformer import TransformerConfig
+from mcore.training.scalars import tensorboard_directory
 
 _RECOMPUTED = next(
     field.default
@@ -159,7 +160,29 @@ def idle_options(config: RunConfig) -> Iterator[tuple[str, str]]:
     for rule in _RULES:
         if not rule.are_used(config):
             yield from ((flag, rule.otherwise) for flag in _given(config, rule))
+    yield from _of_reports(config)
     yield from _of_data_parallelism(config.ddp, model.pipeline_model_parallel_size)
+
+
+def _of_reports(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Reports that have nothing to say, or nowhere to say it."""
+    options = config.logging
+    if options.log_progress and config.checkpoint.save is None:
+        yield "--log-progress", "its file lies in the --save directory, and there is none"
+    draws = tensorboard_directory(config) is not None or options.wandb_project is not None
+    curves = {
+        "--log-timers-to-tensorboard": options.log_timers_to_tensorboard,
+        "--log-memory-to-tensorboard": options.log_memory_to_tensorboard,
+        "--log-world-size-to-tensorboard": options.log_world_size_to_tensorboard,
+    }
+    if not draws:
+        reason = "there is no TensorBoard: give --tensorboard-dir or --save"
+        yield from ((flag, reason) for flag, is_given in curves.items() if is_given)
+    elif options.log_timers_to_tensorboard and not (
+        options.timing_log_level or options.log_straggler
+    ):
+        reason = "no part of a step is timed: give --timing-log-level 1 or 2"
+        yield "--log-timers-to-tensorboard", reason
 
 
 def _of_data_parallelism(

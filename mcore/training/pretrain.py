@@ -41,7 +41,6 @@ from mcore.training.options import spellings
 from mcore.training.pipeline_profile import PipelineProfile
 from mcore.training.places import DataFiles
 from mcore.training.prepare import Prepared, prepare
-from mcore.training.reports import warn_of_silent_options
 from mcore.training.setup import (
     DatasetsProvider,
     ModelProvider,
@@ -252,7 +251,6 @@ def _tell_notes(prepared: Prepared, runtime: Runtime) -> None:
         )
     for option, reason in idle_options(config):
         warn_ignored(option, reason)
-    warn_of_silent_options(config)
 
 
 def _batch_sizes(config: RunConfig, resolved: Resolved, data: object) -> NumMicroBatchesCalculator:

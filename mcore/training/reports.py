@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mcore import device
 from mcore.config.run import RunConfig
-from mcore.log import get_logger, warn_ignored
+from mcore.log import get_logger
 from mcore.topology.collectives import all_gather_object
 from mcore.training.hardware import HardwareMeter, describe, find_nvml, process_memory
 from mcore.training.initialize import Runtime
@@ -18,28 +18,6 @@ from mcore.training.setup import TrainState
 from mcore.training.timers import RankTimes, Timers
 
 _PROGRESS = "progress.txt"
-
-
-def warn_of_silent_options(config: RunConfig) -> None:
-    """Name the reports that are asked for and have nothing to say, or nowhere to say it."""
-    options = config.logging
-    if options.log_progress and config.checkpoint.save is None:
-        warn_ignored("--log-progress", "its file lies in the --save directory, and there is none")
-    draws = tensorboard_directory(config) is not None or options.wandb_project is not None
-    curves = {
-        "--log-timers-to-tensorboard": options.log_timers_to_tensorboard,
-        "--log-memory-to-tensorboard": options.log_memory_to_tensorboard,
-        "--log-world-size-to-tensorboard": options.log_world_size_to_tensorboard,
-    }
-    for flag, is_given in curves.items():
-        if is_given and not draws:
-            warn_ignored(flag, "there is no TensorBoard: give --tensorboard-dir or --save")
-    times = options.timing_log_level or options.log_straggler
-    if options.log_timers_to_tensorboard and draws and not times:
-        warn_ignored(
-            "--log-timers-to-tensorboard",
-            "no part of a step is timed: give --timing-log-level 1 or 2",
-        )
 
 
 class Reports:
