@@ -448,8 +448,13 @@ def test_killed_again_and_again_it_goes_on(tmp_path):
 
 
 def _state(folder):
-    """Contents of the file from which a killed run goes on."""
-    return [path.read_bytes() for path in folder.glob("out*state*")]
+    """Contents of the file from which a killed run goes on; None before there is one.
+
+    The file is replaced by renaming, so it is read by its name: a listing would also find the one
+    being written, which is gone a moment later.
+    """
+    path = folder / "out.preprocess_state.json"
+    return path.read_bytes() if path.exists() else None
 
 
 def _runs(pid):
