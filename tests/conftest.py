@@ -9,8 +9,12 @@ Under torchrun rank 0 runs the tests, and the other ranks do what its tests ask 
 import os
 
 import pytest
+from hypothesis import settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
+
+settings.register_profile("mcore", deadline=None, derandomize=True)  # no clock, no chance
+settings.load_profile("mcore")
 
 RANKS = "tests/equivalence/"
 LAST = "tests/equivalence/test_sharding.py"  # for the process that is through with its own first
@@ -40,6 +44,15 @@ def _place(item: pytest.Item) -> int:
     if item.nodeid.startswith(LAST):
         return 2
     return 0 if item.nodeid.startswith(RANKS) else 1
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Ranks that no later test of this lane needs make room for those of the other."""
+    goes_on = nextitem is not None and nextitem.nodeid.startswith(RANKS)
+    if item.nodeid.startswith(RANKS) and not goes_on and "RANK" not in os.environ:
+        from mcore.testing import shutdown_workers
+
+        shutdown_workers()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -6,6 +6,7 @@ python benchmarks/loop/run.py
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -53,21 +54,28 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=12, help="timed steps a row and round")
     options = parser.parse_args()
-    loop, bare = [], []
+    loop, bare, ratios = [], [], []
     with tempfile.TemporaryDirectory() as folder:
         words = command(WARMUP + options.steps, write_corpus(Path(folder, "text")))
         for turn in range(options.rounds):
             records, plain = Path(folder, f"{turn}.jsonl"), Path(folder, f"{turn}.json")
             board = ["--tensorboard-dir", str(Path(folder, "board"))]
             files = ["--metrics-jsonl", str(records), *board]
-            seconds_of([str(ROOT / "pretrain_gpt.py"), *words, *files])
-            seconds_of([str(HERE / "bare.py"), str(plain), *words])
+            rows = [
+                [str(ROOT / "pretrain_gpt.py"), *words, *files],
+                [str(HERE / "bare.py"), str(plain), *words],
+            ]
+            for row in rows if turn % 2 else reversed(rows):  # machines drift
+                seconds_of(row)
             lines = [json.loads(line) for line in records.read_text().splitlines()]
-            loop += [line["seconds"] for line in lines][WARMUP:]
-            bare += json.loads(plain.read_text())[WARMUP:]
+            loop.append([line["seconds"] for line in lines][WARMUP:])
+            bare.append(json.loads(plain.read_text())[WARMUP:])
+            ratios.append(statistics.median(loop[-1]) / statistics.median(bare[-1]))
+            print(f"round {turn + 1}: ratio of medians {ratios[-1]:.3f}", flush=True)
     for name, of in (("median", statistics.median), ("best", min)):
-        ours, theirs = 1000 * of(loop), 1000 * of(bare)
+        ours, theirs = (1000 * of(itertools.chain(*rounds)) for rounds in (loop, bare))
         print(f"{name}: loop {ours:.1f} ms, bare {theirs:.1f} ms, ratio {ours / theirs:.3f}")
+    print(f"median of the rounds' ratios: {statistics.median(ratios):.3f}")
 
 
 if __name__ == "__main__":

@@ -112,8 +112,6 @@ def read_meta(prefix: str) -> CorpusMeta | None:
         DataError: the file is damaged or of a later version.
     """
     path = meta_path(prefix)
-    if not os.path.exists(path):
-        return None
     try:
         with open(path, encoding="utf-8") as file:
             values: dict[str, Any] = json.load(file)
@@ -123,6 +121,8 @@ def read_meta(prefix: str) -> CorpusMeta | None:
                 "preprocess again, or remove the file to train without its checks"
             )
         return CorpusMeta(**values)
+    except FileNotFoundError:
+        return None
     except (ValueError, TypeError, AttributeError) as error:
         raise DataError(
             f"{path} is damaged ({error}); preprocess again, or remove the file to train without "

@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 
 from mcore import parallel_state
+from mcore.errors import LostPeerError
 from mcore.testing.answers import (
     GRACE_SECONDS,
     START_SECONDS,
@@ -192,13 +193,14 @@ class _WorkerPool:
         if len(answers) < len(self._pipes):
             self.kill()
         if failed is not None:
+            failed = _cause(answers, failed)
             raise_error(failed, answers[failed])
         return [answers[rank][1] for rank in sorted(answers)]
 
     def _receive(self, rank: int, pipe: Connection) -> Answer:
         try:
             received: Answer = pickle.loads(pipe.recv_bytes())
-        except EOFError:
+        except (EOFError, ConnectionResetError):
             self._processes[rank].join(5)
             code = self._processes[rank].exitcode
             self.kill()
@@ -221,6 +223,13 @@ class _WorkerPool:
             process.join()
         self._processes = []
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _cause(answers: dict[int, Answer], first: int) -> int:
+    """The rank whose error is the reason: rather not one that only lost another."""
+    failing = [rank for rank, given in answers.items() if given[0] == "error"]
+    reasons = (rank for rank in failing if not isinstance(answers[rank][1], LostPeerError))
+    return next(reasons, first)
 
 
 def _as_pipe(waited: Any) -> Connection:

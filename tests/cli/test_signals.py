@@ -41,7 +41,7 @@ def send(pid, number):
 @pytest.mark.parametrize("layout", [SINGLE, pytest.param(Layout(tp=2), marks=pytest.mark.full)])
 def test_one_save_on_the_way_and_one_before_leaving_then_the_same_command(corpus, tmp_path, layout):
     """SIGUSR1, then SIGTERM, to one worker: all save the same iteration, and exit with 0."""
-    words = command(corpus, 60, DROPOUT, "--eval-interval 7 --eval-iters 1")
+    words = command(corpus, 200, DROPOUT, "--eval-interval 7 --eval-iters 1")
     size = layout.world_size if layout.world_size > 1 else 0
     job = Job(tmp_path, [*words, *layout.flags], size).start()
     job.wait_until(lambda: job.iteration >= 3 and len(job.pids) == layout.world_size)
@@ -52,11 +52,11 @@ def test_one_save_on_the_way_and_one_before_leaving_then_the_same_command(corpus
     os.kill(job.pids[-1], signal.SIGTERM)
     assert job.wait() == 0, job.output.read_text()
     assert complete_iterations(job.save) == [saved, job.pointer]
-    assert saved < job.pointer == job.iteration < 60
+    assert saved < job.pointer == job.iteration < 200
     assert f"exiting at iteration {job.pointer} (SIGTERM)" in job.output.read_text()
     assert verify(iteration_directory(job.save, job.pointer)) == []
     assert job.start().wait() == 0, job.output.read_text()
-    assert_same_end(job, words, layout, 60)
+    assert_same_end(job, words, layout, 200)
 
 
 @pytest.mark.full

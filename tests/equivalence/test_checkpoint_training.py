@@ -81,14 +81,14 @@ class Watch:
         write, step = shard_file._write, RunLog.step
 
         def slow(*args):
-            start = time.time()
+            start = time.monotonic()
             time.sleep(0.0 if self.write else 5.0)
             result = write(*args)
-            self.write = self.write or (start, time.time())
+            self.write = self.write or (start, time.monotonic())
             return result
 
         def stamped(log, *args):
-            self.steps.append(time.time())
+            self.steps.append(time.monotonic())
             return step(log, *args)
 
         shard_file._write, RunLog.step = slow, stamped

@@ -5,6 +5,7 @@ import re
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer import event_file_writer
 
 from tests.equivalence.faults import SlowForward
 from tests.equivalence.program import SINGLE, Layout, layout_id, series, train
@@ -66,8 +67,10 @@ def _masked(corpus):
     return [BATCH * SEQUENCE - n for n in series(train(command(corpus, 4), SINGLE), "tokens")]
 
 
-def test_curves_of_a_resumed_run_are_those_of_the_records(corpus, tmp_path):
+def test_curves_of_a_resumed_run_are_those_of_the_records(corpus, tmp_path, monkeypatch):
     """Saved at 2, left at 4 without a save, resumed at 2: no point twice, none missing."""
+    # Files of one second and process are read in the order of a text that ends in this number.
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(100))
     save, file = tmp_path / "save", tmp_path / "r.jsonl"
     options = f"--save {save} --save-interval 2 --log-interval 1 --eval-iters 1 --eval-interval 3"
     train(command(corpus, 6, options, "--exit-interval 2"), records=file)

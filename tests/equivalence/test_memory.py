@@ -3,6 +3,7 @@
 Bytes between steps are in `tests/unit/distributed/test_state_bytes.py`.
 """
 
+import gc
 from dataclasses import replace
 
 import pytest
@@ -25,6 +26,7 @@ _running: list[profile] = []
 def watched_forward_step(data_iterator, model):
     """Begin to watch the allocator with the second step: then all that stays is there."""
     if data_iterator.iteration == 2 and not _running:
+        gc.collect()  # what earlier tests left would be freed meanwhile
         _running.append(profile(activities=[ProfilerActivity.CPU], profile_memory=True))
         _running[0].start()
     return forward_step(data_iterator, model)

@@ -140,7 +140,7 @@ def test_a_worker_leaves_when_its_neighbour_has_died(start, told):
     neighbour.wait()
     if told:  # as torchrun does
         worker.send_signal(signal.SIGTERM)
-    assert worker.wait(5.0) == 1
+    assert worker.wait(SECONDS) == 1
     assert ("rank 7" in worker.stderr.read()) is not told
 
 

@@ -88,8 +88,8 @@ def test_a_second_save_waits_and_buffers_are_used_again(tmp_path, gate):
     tensors, saver = state(), AsyncSaver()
     saver.save(tmp_path, 1, tensors, {})
     pointers = [buffer.data_ptr() for buffer in saver._staging._buffers.values()]
-    threading.Timer(0.3, gate.set).start()
     start = time.monotonic()
+    threading.Timer(0.3, gate.set).start()
     saver.save(tmp_path, 2, tensors, {})
     assert time.monotonic() - start > 0.2
     assert latest_iteration(tmp_path) in (1, 2)

@@ -176,7 +176,8 @@ def forked(work):
     """Do some work in a child, which ends in any case; returns what waits for its exit status."""
     child = os.fork()
     if child == 0:
-        signal.alarm(20)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(60)
         status = 1
         try:
             work()
@@ -190,6 +191,9 @@ def test_reading_ahead_is_bounded():
     dataset = Slow(1000)
     with BatchLoader(dataset, sampler(mbs=1), num_workers=2) as loader:
         next(loader)
+        end = time.monotonic() + 10
+        while len(dataset.read) < 2 and time.monotonic() < end:
+            time.sleep(0.01)
         time.sleep(0.1)
         assert 1 < len(dataset.read) <= 5
     with pytest.raises(DataError, match="closed"):

@@ -425,7 +425,7 @@ class TestLostProcesses:
 @pytest.mark.cli
 def test_killed_again_and_again_it_goes_on(tmp_path):
     """SIGKILL three times, as soon as a new state is noted, then left to its end."""
-    source = write_lines(tmp_path / "in.jsonl", *[f"{i} some words " * 3_000 for i in range(150)])
+    source = write_lines(tmp_path / "in.jsonl", *[f"{i} some words " * 3_000 for i in range(450)])
     words = ["--input", source, *BPE, "--append-eod", "--workers", "1", "--log-interval", "0"]
     assert main([*map(str, words), "--output-prefix", str(tmp_path / "whole")]) == 0
     words += ["--state-interval", "0.01", "--output-prefix", tmp_path / "out"]
@@ -454,7 +454,10 @@ def _state(folder):
     being written, which is gone a moment later.
     """
     path = folder / "out.preprocess_state.json"
-    return path.read_bytes() if path.exists() else None
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return None
 
 
 def _runs(pid):

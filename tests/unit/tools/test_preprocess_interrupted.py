@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -207,6 +208,8 @@ class TestKilledAtEveryRename:
         """Run in a process that dies before its `number`-th renaming or removal; its status."""
         child = os.fork()
         if child == 0:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(60)
             done = [0]
 
             def counted(change):

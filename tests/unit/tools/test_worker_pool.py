@@ -16,10 +16,11 @@ from tools.worker_pool import TASKS_IN_FLIGHT, WorkerLostError, map_in_order
 @pytest.fixture(autouse=True)
 def before():
     """A hard limit of time, and the processes that other tests have left at work."""
-    signal.signal(signal.SIGALRM, signal.default_int_handler)
-    signal.alarm(60)
+    previous = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.alarm(240)
     yield set(multiprocessing.active_children())
     signal.alarm(0)
+    signal.signal(signal.SIGALRM, previous)
 
 
 def nothing():

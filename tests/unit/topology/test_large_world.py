@@ -15,14 +15,14 @@ RANKS = 16_384
 
 @pytest.mark.parametrize("order", ["tp-cp-dp-pp", "tp-cp-pp-dp"])
 def test_layout_and_all_groups_of_one_rank(order):
-    start = time.perf_counter()
+    start = time.process_time()
     layout = RankLayout(**SIZES, order=order)
     rank = 12_345
     groups = {axes: layout.group_of(rank, axes) for axes in AXIS_GROUPS}
     lists = dict(layout.named_groups())
     embedding = layout.embedding_group_of(rank)
     position = layout.position_embedding_group_of(rank)
-    assert time.perf_counter() - start < 1.0
+    assert time.process_time() - start < 1.0
 
     assert layout.world_size == RANKS
     for axes, group in groups.items():
@@ -39,7 +39,7 @@ def test_layout_and_all_groups_of_one_rank(order):
 
 
 _PROGRAM = """
-import json, resource, sys, time
+import json, sys, time
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from mcore import parallel_state
@@ -48,7 +48,8 @@ dist.init_process_group("fake", store=FakeStore(), rank=12345, world_size=16384)
 start = time.perf_counter()
 ctx = parallel_state.initialize_model_parallel(8, 16, context_parallel_size=2)
 seconds = time.perf_counter() - start
-peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+with open("/proc/self/status") as file:  # unlike ru_maxrss it does not begin with the parent's
+    peak = next(int(line.split()[1]) for line in file if line.startswith("VmHWM")) * 1024
 groups = [ctx.tp, ctx.cp, ctx.dp, ctx.pp, ctx.dp_cp, ctx.mp, ctx.tp_cp, ctx.tp_dp_cp]
 facts = {
     "seconds": seconds,

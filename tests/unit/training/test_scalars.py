@@ -5,6 +5,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer import event_file_writer
 
 from mcore.config.checkpoint import CheckpointConfig
 from mcore.config.logging import LoggingConfig
@@ -12,6 +13,13 @@ from mcore.config.run import RunConfig
 from mcore.config.transformer import TransformerConfig
 from mcore.errors import ConfigError
 from mcore.training.scalars import TensorBoard, missing_packages, open_scalars
+
+
+@pytest.fixture(autouse=True)
+def numbered(monkeypatch):
+    """Files of one second are read in the order of a text that ends in this number."""
+    counter = event_file_writer.AtomicCounter(100)
+    monkeypatch.setattr(event_file_writer, "_global_uid", counter)
 
 
 def config(save=None, **options):
