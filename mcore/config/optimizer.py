@@ -122,6 +122,11 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         refuse(self._problems())
 
+    @property
+    def scales_dynamically(self) -> bool:
+        """Whether the loss scale changes: overflows are then how it finds its place."""
+        return self.fp16 and self.loss_scale is None
+
     def _problems(self) -> Iterator[str]:
         yield from not_one_of(self.optimizer, ("adam", "sgd", "lion", "muon"), "optimizer")
         yield from self._wrong_muon()

@@ -93,12 +93,6 @@ class RunConfig:
         return packed or (rotary and self.data.reset_position_ids)
 
     @property
-    def looks_for_nan(self) -> bool:
-        """Whether NaN ends the run: not where overflows are how the loss scale finds its place."""
-        dynamic = self.optimizer.fp16 and self.optimizer.loss_scale is None
-        return self.training.check_for_nan_in_loss_and_grad and not dynamic
-
-    @property
     def max_positions(self) -> int | None:
         """Positions of the learned table."""
         return self.gpt.max_position_embeddings or self.training.seq_length

@@ -59,8 +59,9 @@ class TrainingConfig:
         True,
         name="--check-for-nan-in-loss-and-grad",
         help="End the run at a loss or gradient that is NaN or infinite, with rank, microbatch and "
-        "parameter. Off = such updates are left out and counted. No effect with a dynamic loss "
-        "scale, which lives on overflows.",
+        "parameter. Off = such updates are left out and counted. With a dynamic loss scale, which "
+        "lives on overflows, a run ends at the scale's minimum; what was not finite is told then, "
+        "and whenever it is a loss.",
     )
     check_weight_hash_across_dp_replicas_interval: int | None = flag(
         None,

@@ -2,8 +2,10 @@
 
 A step leaves evidence on the device and nobody waits for it. Only when an update had to be left out
 is it read, by all ranks together. Gradients are looked at before they are summed over data-parallel
-ranks where that is possible (no overlapped reduction, ZeRO 0 and 1), so that the rank is the one
-that made them; afterwards all ranks have them.
+ranks where that costs nothing (no overlapped reduction, ZeRO 0 and 1), so that the rank is the one
+that made them; elsewhere what is seen is a part of the sum, and the rank only holds it. A step that
+is computed again to find out is looked at closely: at every stage each rank sees what it made of
+each microbatch.
 
 What to do about it is not decided here: `find` gives the facts, `refuse` ends the run.
 """
@@ -11,17 +13,14 @@ What to do about it is not decided here: `find` gives the facts, `refuse` ends t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mcore.distributed import DataParallelModule
 from mcore.errors import NumericsError
-from mcore.pipeline_parallel.actions import Action, Kind
-from mcore.pipeline_parallel.hooks import Observer
 from mcore.topology.collectives import all_gather_object
 from mcore.topology.context import ParallelContext
 
@@ -38,12 +37,23 @@ class NonFinite:
         rank: global rank that has it.
         microbatch: number on that rank, from 0; None where only the whole step is known.
         parameter: global name, or None for a loss.
+        is_sum: the gradient is summed over data-parallel ranks, any of which may have made it.
     """
 
     kind: Literal["parameter", "loss", "gradient"]
     rank: int
     microbatch: int | None
     parameter: str | None
+    is_sum: bool = False
+
+
+class _Gradients(NamedTuple):
+    """Sizes of gradients at one moment."""
+
+    microbatch: int | None
+    names: Sequence[str]
+    sizes: Tensor  # largest absolute value of each
+    are_sums: bool
 
 
 @dataclass(slots=True)
@@ -53,33 +63,48 @@ class Evidence:
     Attributes:
         ctx: groups.
         losses: of each microbatch, before division and scaling, on the ranks that have them.
-        gradients: (microbatch or None, names, largest absolute value of each).
+        gradients: what was seen of them, in time.
         look_again: runs the step's microbatches once more, weights being unchanged, and looks after
             each of them; None = nobody can. Every rank of the job takes part.
     """
 
     ctx: ParallelContext
     losses: list[Tensor] = field(default_factory=list)
-    gradients: list[tuple[int | None, list[str], Tensor]] = field(default_factory=list)
+    gradients: list[_Gradients] = field(default_factory=list)
     look_again: Callable[[], Evidence] | None = None
 
     def note_loss(self, loss: Tensor) -> None:
         """Take down the loss of the next microbatch, in the order of their forwards."""
         self.losses.append(loss.detach())
 
-    def note_gradients(
+    def note_own_gradients(
         self, chunks: Sequence[DataParallelModule], microbatch: int | None = None
     ) -> None:
-        """Take down the gradients as they are now: one pass over them, no wait.
+        """Take down what this rank has accumulated: one pass over it, no wait.
 
         Args:
-            chunks: model chunks.
+            chunks: model chunks with `main_grad`, of which no reduction has started.
             microbatch: the last one in them; None = all of the step.
         """
-        named = [pair for chunk in chunks for pair in _gradients(chunk)]
+        named = [pair for chunk in chunks for pair in _own_gradients(chunk)]
+        self._note(microbatch, named, are_sums=False)
+
+    def note_sums(self, chunks: Sequence[DataParallelModule]) -> None:
+        """Take down this rank's part of the gradients after their reduction, likewise."""
+        named = [pair for chunk in chunks for pair in _reduced_gradients(chunk)]
+        self._note(None, named, are_sums=self.ctx.dp_cp.size > 1)
+
+    def note_gradient(self, name: str, grad: Tensor, microbatch: int | None) -> None:
+        """Take down one gradient that is on its way into a sum."""
+        self._note(microbatch, [(name, grad)], are_sums=False)
+
+    def _note(
+        self, microbatch: int | None, named: Sequence[tuple[str, Tensor]], *, are_sums: bool
+    ) -> None:
         if named:
             sizes = torch.stack(torch._foreach_norm([grad for _, grad in named], torch.inf))
-            self.gradients.append((microbatch, [name for name, _ in named], sizes))
+            names = [name for name, _ in named]
+            self.gradients.append(_Gradients(microbatch, names, sizes, are_sums))
 
     def findings(self, chunks: Sequence[DataParallelModule]) -> list[NonFinite]:
         """What is not finite on this rank; waits for the device.
@@ -100,45 +125,19 @@ class Evidence:
             if not bool(torch.isfinite(loss).all())
         ]
         seen: set[str] = set()  # sums stay infinite: the first microbatch is the one
-        for microbatch, names, sizes in self.gradients:
-            for name, is_finite in zip(names, torch.isfinite(sizes).tolist(), strict=True):
+        for noted in self.gradients:
+            are_finite = torch.isfinite(noted.sizes).tolist()
+            for name, is_finite in zip(noted.names, are_finite, strict=True):
                 if not is_finite and name not in seen:
                     seen.add(name)
-                    found.append(NonFinite("gradient", rank, microbatch, name))
+                    found.append(
+                        NonFinite("gradient", rank, noted.microbatch, name, noted.are_sums)
+                    )
         return found
 
 
-class GradientProbe(Observer):
-    """Looks at the gradients after every backward: for a step that is run again to find out.
-
-    Args:
-        evidence: takes down what is seen.
-        chunks: this rank's model chunks.
-        inner: sees every action too.
-    """
-
-    def __init__(
-        self, evidence: Evidence, chunks: Sequence[DataParallelModule], inner: Observer
-    ) -> None:
-        self._evidence = evidence
-        self._chunks = chunks
-        self._inner = inner
-
-    def waiting(self, action: Action) -> AbstractContextManager[None]:
-        """Nothing to see."""
-        return self._inner.waiting(action)
-
-    @contextmanager
-    def running(self, action: Action) -> Iterator[None]:
-        """Look once the backward is done."""
-        with self._inner.running(action):
-            yield
-        if action.kind is not Kind.FORWARD:
-            self._evidence.note_gradients([self._chunks[action.chunk]], action.microbatch)
-
-
 def can_see_own_gradients(chunk: DataParallelModule) -> bool:
-    """Whether a rank's gradients are its own until `start_grad_sync`."""
+    """Whether a rank's gradients are its own until `start_grad_sync`, without holding them back."""
     options = chunk.ddp_config
     return options.sharding_stage < 2 and not options.overlap_grad_reduce
 
@@ -146,32 +145,35 @@ def can_see_own_gradients(chunk: DataParallelModule) -> bool:
 def find(evidence: Evidence, chunks: Sequence[DataParallelModule]) -> list[NonFinite]:
     """Everything that is not finite on any rank, sorted: parameters, losses, gradients.
 
+    A sum of gradients is told only where no rank saw its own to be the cause.
+
     Comm: host-side facts over the tensor- and pipeline-parallel ranks, then the data-parallel ones;
         every rank has to call it.
     """
     own = evidence.findings(chunks)
     of_model = [item for items in all_gather_object(own, evidence.ctx.mp) for item in items]
     everywhere = all_gather_object(of_model, evidence.ctx.dp_cp)
+    found = {item for items in everywhere for item in items}
+    if any(item.kind == "gradient" and not item.is_sum for item in found):
+        found = {item for item in found if not item.is_sum}
     order = ("parameter", "loss", "gradient")
     return sorted(
-        {item for items in everywhere for item in items},
+        found,
         key=lambda f: (order.index(f.kind), f.microbatch or 0, f.rank, f.parameter or ""),
     )
 
 
 def find_closely(evidence: Evidence, chunks: Sequence[DataParallelModule]) -> list[NonFinite]:
-    """As `find`, and where that tells a gradient's parameter only, with its microbatch.
+    """As `find`; where that tells no more than a gradient's parameter, with rank and microbatch.
 
     For a run that ends here: the step is computed again, over the gradients that are there. Where
     nothing is found then (it was no property of data and weights), the first findings hold.
     """
     found = find(evidence, chunks)
-    causes = {item.kind for item in found}
-    if causes != {"gradient"} or evidence.look_again is None:
+    if any(item.kind != "gradient" for item in found) or evidence.look_again is None:
         return found
     again = find(evidence.look_again(), chunks)
-    # A sum over ranks that came while one of them looked is known without its microbatch.
-    return [item for item in again if item.microbatch is not None] or again or found
+    return again or found
 
 
 def describe(found: Sequence[NonFinite]) -> str:
@@ -208,25 +210,30 @@ def refuse(iteration: int, found: Sequence[NonFinite], *, was_applied: bool) -> 
     )
 
 
-def _gradients(chunk: DataParallelModule) -> Iterator[tuple[str, Tensor]]:
+def _own_gradients(chunk: DataParallelModule) -> Iterator[tuple[str, Tensor]]:
     for name, param in chunk.trained_parameters():
-        own = param.__dict__.get("main_grad") if can_see_own_gradients(chunk) else None
-        grad = own
-        if grad is None and (chunk.ddp_config.sharding_stage < 3 or param.grad is not None):
-            grad = chunk.own_grad(param)
-        if grad is not None and grad.numel():
+        grad: Tensor = param.main_grad  # type: ignore[attr-defined]
+        if grad.numel():
             yield name, grad
 
 
+def _reduced_gradients(chunk: DataParallelModule) -> Iterator[tuple[str, Tensor]]:
+    for name, param in chunk.trained_parameters():
+        if chunk.ddp_config.sharding_stage < 3 or param.grad is not None:
+            grad = chunk.own_grad(param)
+            if grad.numel():
+                yield name, grad
+
+
 def _names(found: Sequence[NonFinite], kind: str) -> str:
-    return _some(
-        [
-            f"{f.parameter} on rank {f.rank}"
-            + ("" if f.microbatch is None else f" from microbatch {f.microbatch}")
-            for f in found
-            if f.kind == kind
-        ]
-    )
+    return _some([_place(item) for item in found if item.kind == kind])
+
+
+def _place(item: NonFinite) -> str:
+    if item.is_sum:
+        return f"{item.parameter} in rank {item.rank}'s part of the sum over data-parallel ranks"
+    where = f"{item.parameter} on rank {item.rank}"
+    return where if item.microbatch is None else f"{where} from microbatch {item.microbatch}"
 
 
 def _some(items: Sequence[str]) -> str:

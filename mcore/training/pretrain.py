@@ -24,7 +24,7 @@ from mcore.training.autopilot import Autopilot, build_autopilot
 from mcore.training.checkpoint_writer import CheckpointWriter
 from mcore.training.exits import Exits, tell_workers
 from mcore.training.garbage import garbage_collection
-from mcore.training.idle_options import idle_options
+from mcore.training.idle_options import idle_options, remarks
 from mcore.training.initialize import (
     Launch,
     Runtime,
@@ -184,13 +184,15 @@ def run(
     log.progress("started", state)
     profile = _profile(config, runtime)
     observation = Observation(timers, profiler, profile)
+    has_policy = config.stability.loss_spike_policy != "off"
     steps = StepFunctions(
         providers.forward_step,
         resolved,
         runtime,
         _batch_sizes(config, resolved, datasets[0]),
         observation,
-        looks_for_nan=config.looks_for_nan or config.stability.loss_spike_policy != "off",
+        looks_for_nan=has_policy or config.training.check_for_nan_in_loss_and_grad,
+        notes_gradients=has_policy or not config.optimizer.scales_dynamically,
     )
     minutes = config.runtime.distributed_timeout_minutes
     writer = CheckpointWriter(config.checkpoint, timeout=timedelta(minutes=minutes))
@@ -251,6 +253,8 @@ def _tell_notes(prepared: Prepared, runtime: Runtime) -> None:
         )
     for option, reason in idle_options(config):
         warn_ignored(option, reason)
+    for remark in remarks(config):
+        get_logger().warning(remark)
 
 
 def _batch_sizes(config: RunConfig, resolved: Resolved, data: object) -> NumMicroBatchesCalculator:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,11 +27,13 @@ from mcore.pipeline_parallel.schedules import get_forward_backward_func
 from mcore.topology.collectives import all_reduce_
 from mcore.topology.context import ParallelContext
 from mcore.training.batches import BatchStream
+from mcore.training.gradient_probe import GradientProbe
 from mcore.training.initialize import Runtime
 from mcore.training.non_finite import (
     Evidence,
-    GradientProbe,
     can_see_own_gradients,
+    describe,
+    find,
     find_closely,
     refuse,
 )
@@ -87,6 +90,7 @@ class StepFunctions:
         batch_sizes: the global batch size of each training step; that of `resolved` when None.
         observation: looks at every training step.
         looks_for_nan: take down what tells where a number became NaN or infinite.
+        notes_gradients: of every step, gradients too: one pass over them.
     """
 
     def __init__(
@@ -98,9 +102,10 @@ class StepFunctions:
         observation: Observation | None = None,
         *,
         looks_for_nan: bool = False,
+        notes_gradients: bool = True,
     ) -> None:
         self._observation = observation or Observation()
-        self._looks_for_nan = looks_for_nan
+        self._looks_for_nan, self._notes_gradients = looks_for_nan, notes_gradients
         self._batch_sizes = batch_sizes or ConstantNumMicroBatchesCalculator(
             resolved.global_batch_size, resolved.micro_batch_size, resolved.data_parallel_size
         )
@@ -158,8 +163,12 @@ class StepFunctions:
         loss_scale = state.optimizer.get_loss_scale()
         looks = self._looks_for_nan or closely is not None
         evidence = Evidence(self._runtime.ctx) if looks else None
-        microbatches, hooks = self._batch_sizes.get(), self._hooks(state, evidence, closely)
-        with self._observation.phase("forward-backward"):
+        probe = None
+        if evidence is not None and closely is not None:
+            probe = GradientProbe(evidence, state.chunks, closely)
+        microbatches, hooks = self._batch_sizes.get(), self._hooks(state, evidence, probe)
+        held = nullcontext() if probe is None else probe.watching()
+        with self._observation.phase("forward-backward"), held:
             records = self._run(state.chunks, streams, hooks, microbatches)
         loss, num_tokens = reduce_loss(records, self._runtime)
         if evidence is not None:
@@ -306,17 +315,18 @@ class StepFunctions:
         for stream in streams:
             stream.seek(consumed)
             stream.iteration = iteration
-        hooks = self._hooks(state, evidence, Unobserved())
-        self._run(state.chunks, streams, hooks, microbatches)
+        probe = GradientProbe(evidence, state.chunks, Unobserved())
+        with probe.watching():
+            self._run(state.chunks, streams, self._hooks(state, evidence, probe), microbatches)
         return evidence
 
     def _hooks(
-        self, state: TrainState, evidence: Evidence | None, closely: Observer | None
+        self, state: TrainState, evidence: Evidence | None, probe: GradientProbe | None
     ) -> ScheduleHooks:
         chunks = state.chunks
-        observer = self._observation.observer()
-        if evidence is not None and closely is not None:
-            observer = GradientProbe(evidence, chunks, closely)
+        sums = evidence if probe is not None or self._notes_gradients else None
+        # After the last backward a probe looks anyway, and knows the microbatch.
+        own = sums if probe is None and can_see_own_gradients(chunks[0]) else None
 
         def scale_loss(loss: Tensor) -> Tensor:
             if evidence is not None:
@@ -324,9 +334,8 @@ class StepFunctions:
             return state.optimizer.scale_loss(loss / self._denominator)
 
         def start_grad_sync(chunk: int) -> None:
-            # After the last backward a probe looks anyway, and knows the microbatch.
-            if evidence is not None and closely is None and can_see_own_gradients(chunks[chunk]):
-                evidence.note_gradients([chunks[chunk]])
+            if own is not None:
+                own.note_own_gradients([chunks[chunk]])
             chunks[chunk].start_grad_sync()
 
         def finalize_grads(num_tokens: Tensor) -> None:
@@ -337,15 +346,15 @@ class StepFunctions:
                     loss_denominator=self._denominator,
                     context=self._runtime.ctx,
                 )
-            if evidence is not None and not can_see_own_gradients(chunks[0]):
-                evidence.note_gradients(chunks)
+            if sums is not None and own is None:
+                sums.note_sums(chunks)
 
         return ScheduleHooks(
             no_sync=lambda chunk: chunks[chunk].no_sync(),
             start_grad_sync=start_grad_sync,
             scale_loss=scale_loss,
             finalize_grads=finalize_grads,
-            observer=observer,
+            observer=self._observation.observer() if probe is None else probe,
         )
 
 
@@ -369,24 +378,30 @@ def settle(state: TrainState) -> None:
     else:
         state.skipped_iterations += 1
         state.skipped_train_samples += last.samples
-    is_finite = math.isfinite(grad_norm)
-    if last.evidence is not None and not (is_finite and math.isfinite(loss)):
-        found = find_closely(last.evidence, state.chunks)
+    evidence, scales = last.evidence, state.optimizer.config.scales_dynamically
+    is_finite, has_loss = math.isfinite(grad_norm), math.isfinite(loss)
+    if evidence is not None and not (is_finite and has_loss) and not scales:
+        found = find_closely(evidence, state.chunks)
         refuse(state.iteration, found, was_applied=bool(applied))
-    if applied:
-        return
-    if is_finite or not state.optimizer.config.fp16:  # overflows are how its scale finds its place
-        get_logger().warning(
-            "iteration %d: %s; its update was left out",
-            state.iteration,
-            f"gradient norm {grad_norm:.3g}" if is_finite else "a gradient was not finite",
-        )
     if is_stuck:
+        where = "" if evidence is None else f": {describe(find_closely(evidence, state.chunks))}"
         raise NumericsError(
             f"iteration {state.iteration}: gradients are not finite although the loss scale is at "
-            f"its minimum ({state.optimizer.config.min_loss_scale}); nothing was saved since. Go "
-            "back to an earlier checkpoint, or lower the learning rate"
+            f"its minimum ({state.optimizer.config.min_loss_scale}){where}. Nothing was saved "
+            "since. Go back to an earlier checkpoint, or lower the learning rate"
         )
+    if scales and not has_loss:
+        where = "" if evidence is None else f": {describe(find(evidence, state.chunks))}"
+        _warn(state, f"the loss was not finite, which no loss scale mends{where}", applied)
+    elif not applied and is_finite:
+        _warn(state, f"gradient norm {grad_norm:.3g}", applied)
+    elif not applied and not scales:  # overflows are how a dynamic scale finds its place
+        _warn(state, "a gradient was not finite", applied)
+
+
+def _warn(state: TrainState, what: str, applied: float) -> None:
+    update = "was made" if applied else "was left out"
+    get_logger().warning("iteration %d: %s; its update %s", state.iteration, what, update)
 
 
 def applied_rates(state: TrainState) -> tuple[float, float]:

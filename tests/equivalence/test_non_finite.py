@@ -8,7 +8,8 @@ import torch
 from mcore.pipeline_parallel.actions import backward, forward
 from mcore.pipeline_parallel.hooks import Unobserved
 from mcore.training.gpt import datasets_provider, model_provider
-from mcore.training.non_finite import Evidence, GradientProbe, NonFinite, describe, find
+from mcore.training.gradient_probe import GradientProbe
+from mcore.training.non_finite import Evidence, NonFinite, describe, find
 from pretrain_gpt import forward_step
 from tests.equivalence.program import (
     SINGLE,
@@ -141,17 +142,21 @@ def test_switched_off_the_update_is_left_out_and_counted(corpus, late_token):
 
 @pytest.mark.parametrize("flags", ["", "--zero-stage 2", "--overlap-grad-reduce"])
 def test_a_broken_gradient_is_named(corpus, flags):
+    """By chance: when the step is computed again, all is well, so that the sum may be all there is.
+
+    The rank that made it is known where gradients are looked at before they are summed.
+    """
     words = command(corpus, 4, flags)
     providers = Providers(datasets_provider, BrokenGradient(1), forward_step)
-    with pytest.raises(Exception, match=f"iteration 2: .*gradient of {BIAS} on rank") as caught:
+    with pytest.raises(Exception, match=f"iteration 2: .*gradient of {BIAS} ") as caught:
         train_and_inspect(words, Layout(dp=2), providers=providers)
-    if not flags:  # looked at before the sum: only the rank that made it has it
-        assert f"gradient of {BIAS} on rank 1." in str(caught.value)
-    assert "loss of" not in str(caught.value)
-
-
-#: A sample of the second iteration.
-SPOILED = 6
+    message = str(caught.value)
+    if flags:
+        assert "'s part of the sum over data-parallel ranks" in message
+        assert f"{BIAS} on rank" not in message
+    else:
+        assert f"gradient of {BIAS} on rank 1." in message
+    assert "loss of" not in message
 
 
 class _SeesSamples:
@@ -164,13 +169,21 @@ class _SeesSamples:
         return batch
 
 
-def spoiling_forward_step(data_iterator, model):
-    """The gradient of one sample is infinite, whenever it is computed; its loss is not."""
-    seen = _SeesSamples(data_iterator)
-    output, loss_func = forward_step(seen, model)
-    if SPOILED in seen.samples:
-        output.register_hook(lambda grad: grad * math.inf)
-    return output, loss_func
+class Spoiling:
+    """A forward step in which the gradient of one sample is infinite, always; or its loss."""
+
+    def __init__(self, sample, *, loss=False):
+        self.sample, self.loss = sample, loss
+
+    def __call__(self, data_iterator, model):
+        seen = _SeesSamples(data_iterator)
+        output, loss_func = forward_step(seen, model)
+        if self.sample in seen.samples:
+            if self.loss:
+                output = output * math.inf
+            else:
+                output.register_hook(lambda grad: grad * math.inf)
+        return output, loss_func
 
 
 @pytest.mark.parametrize(
@@ -190,10 +203,66 @@ def test_the_microbatch_of_a_broken_gradient_is_named(
     corpus, layout, flags, microbatch, iterations
 ):
     """The step is computed again before the run ends, be it in the next step or at the end."""
-    providers = Providers(datasets_provider, model_provider, spoiling_forward_step)
+    providers = Providers(datasets_provider, model_provider, Spoiling(6))
     wanted = f"iteration 2: NaN or infinity: gradient of .* from microbatch {microbatch}"
     with pytest.raises(Exception, match=wanted):
         train_and_inspect(command(corpus, iterations, flags), layout, providers=providers)
+
+
+OVERLAP = "--overlap-grad-reduce --ddp-bucket-size 1"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        f"--zero-stage 1 {OVERLAP}",
+        "--zero-stage 3",
+        *(
+            pytest.param(flags, marks=pytest.mark.full)
+            for flags in (
+                OVERLAP,
+                f"--zero-stage 1 {OVERLAP} --overlap-param-gather",
+                "--zero-stage 1",
+                "--zero-stage 2",
+                f"--zero-stage 2 {OVERLAP}",
+                "--bf16 --zero-stage 3 --recompute-activations",
+            )
+        ),
+    ],
+)
+def test_rank_and_microbatch_are_those_that_made_the_gradient(corpus, flags):
+    """The first of four microbatches, on the rank that does not hold the first parameters."""
+    providers = Providers(datasets_provider, model_provider, Spoiling(9))
+    words = command(corpus, 2, flags, "--global-batch-size 8")
+    with pytest.raises(Exception, match="iteration 2: NaN or infinity: gradient of ") as caught:
+        train_and_inspect(words, Layout(dp=2), providers=providers)
+    message = str(caught.value)
+    assert " on rank 1 from microbatch 0" in message
+    assert message.count(" from microbatch ") == message.count(" on rank 1 from microbatch 0")
+    assert "part of the sum" not in message
+
+
+FP16 = "--fp16 --num-layers 2 --hidden-size 16 --seq-length 8 --initial-loss-scale 2"
+
+
+def test_a_loss_that_no_scale_mends_is_told_where_it_is(corpus, capsys):
+    """With a dynamic scale it does not end the run at once, and is no overflow like others."""
+    providers = Providers(datasets_provider, model_provider, Spoiling(6, loss=True))
+    records = train(command(corpus, 3, FP16), SINGLE, providers=providers)
+    assert [record["skipped"] for record in records] == [0, 1, 0]
+    told = capsys.readouterr().out
+    assert "iteration 2: the loss was not finite, which no loss scale mends" in told
+    assert "loss of microbatch 2 on rank 0; its update was left out" in told
+
+
+@pytest.mark.parametrize("flags", ["", pytest.param("--zero-stage 1", marks=pytest.mark.full)])
+def test_the_end_at_the_lowest_scale_tells_where(corpus, flags):
+    providers = Providers(datasets_provider, model_provider, Spoiling(9))
+    words = command(corpus, 2, FP16, "--hysteresis 1 --min-loss-scale 2", flags)
+    words += ["--global-batch-size", "8"]
+    wanted = r"iteration 2: .*minimum \(2.0\): gradient of .* on rank 1 from microbatch 0"
+    with pytest.raises(Exception, match=wanted):
+        train_and_inspect(words, Layout(dp=2), providers=providers)
 
 
 def probe_each_microbatch(state):
@@ -219,5 +288,7 @@ def test_the_probe_names_the_microbatch(corpus):
 
 def test_findings_in_words():
     many = [NonFinite("gradient", 3, None, f"p{i}") for i in range(5)]
+    part = NonFinite("gradient", 3, None, "p", is_sum=True)
+    assert "p in rank 3's part of the sum" in describe([part])
     assert describe(many) == "gradient of p0 on rank 3, p1 on rank 3, p2 on rank 3 and 2 more"
     assert "overflowed" in describe([])

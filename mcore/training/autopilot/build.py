@@ -45,7 +45,7 @@ def build_autopilot(
         steps,
         open_audit(config) if runtime.is_writer else None,
         documents,
-        overflows=optimizer.fp16 and optimizer.loss_scale is None,
+        overflows=optimizer.scales_dynamically,
     )
 
 

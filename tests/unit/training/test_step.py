@@ -3,7 +3,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from mcore.config.optimizer import OptimizerConfig
 from mcore.device import HostRead
+from mcore.log import get_logger
 from mcore.training.setup import UnsettledUpdate
 from mcore.training.step import read_record, settle
 
@@ -41,7 +43,7 @@ class Schedule:
 def test_the_schedule_follows_updates_that_were_made():
     state = SimpleNamespace(
         scheduler=Schedule(),
-        optimizer=SimpleNamespace(config=SimpleNamespace(fp16=False)),
+        optimizer=SimpleNamespace(config=OptimizerConfig()),
         skipped_iterations=0,
         skipped_train_samples=0,
         iteration=1,
@@ -56,3 +58,26 @@ def test_the_schedule_follows_updates_that_were_made():
     assert state.scheduler.steps == [8, 8]
     assert state.skipped_iterations == 1
     assert state.skipped_train_samples == 8
+
+
+@pytest.mark.parametrize(
+    ("options", "warns"),
+    [({"fp16": True}, False), ({"fp16": True, "loss_scale": 512.0}, True), ({}, True)],
+)
+def test_updates_left_out_are_warned_of_but_for_a_dynamic_scale(
+    caplog, monkeypatch, options, warns
+):
+    """Without --check-for-nan-in-loss-and-grad, so that nothing ends the run."""
+    numbers = (torch.tensor(x) for x in (False, float("inf"), 2.0, False))
+    state = SimpleNamespace(
+        optimizer=SimpleNamespace(config=OptimizerConfig(**options)),
+        skipped_iterations=0,
+        skipped_train_samples=0,
+        iteration=7,
+        unsettled=UnsettledUpdate(HostRead(*numbers), 8),
+    )
+    monkeypatch.setattr(get_logger(), "propagate", True)
+    with caplog.at_level("WARNING", logger="mcore"):
+        settle(state)
+    told = ["iteration 7: a gradient was not finite; its update was left out"] if warns else []
+    assert caplog.messages == told
