@@ -105,7 +105,7 @@ class TransformerConfig(ModelParallelConfig):
     cross_entropy_loss_fusion: bool = flag(
         False,
         help="Compute output layer and loss together, a chunk of tokens at a time, so that logits "
-        "never exist for all of them. Off = where they would take over 256 MB.",
+        "never exist for all of them. Off = in float16, and where they would take over 256 MB.",
     )
     fp32_residual_connection: bool = flag(
         False, help="Keep the residual stream between layers in float32 in a low-precision model."

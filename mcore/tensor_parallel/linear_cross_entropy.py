@@ -32,6 +32,17 @@ from mcore.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
 )
 
+#: float16 ends at 65,504. A power of two: scaling by it rounds nothing but numbers near zero.
+_HEADROOM = 2.0**8
+
+
+def _wide_logits(hidden: Tensor, rows: Tensor) -> Tensor:
+    """Logits [n', used] in float32 or wider, also where float16 could not hold them."""
+    wide = accumulation_dtype(hidden.dtype)
+    if hidden.dtype != torch.float16:
+        return (hidden @ rows.t()).to(wide)
+    return ((hidden / _HEADROOM) @ rows.t()).to(wide).mul_(_HEADROOM)
+
 
 class _LinearCrossEntropy(Function):
     """Losses of tokens from hidden states and this rank's rows of the output matrix."""
@@ -48,8 +59,7 @@ class _LinearCrossEntropy(Function):
     ) -> Tensor:
         """Losses, [n]; hidden states are [n, h], the matrix [v/t, h]."""
         rows = weight[: options.used]
-        wide = accumulation_dtype(hidden.dtype)
-        loss, lse = token_losses(lambda run: (hidden[run] @ rows.t()).to(wide), target, options)
+        loss, lse = token_losses(lambda run: _wide_logits(hidden[run], rows), target, options)
         ctx.save_for_backward(hidden, weight, target, lse)
         ctx.options = options
         ctx.main_grad = weight.main_grad if accumulates else None  # type: ignore[attr-defined]
@@ -97,10 +107,9 @@ class _Saved(NamedTuple):
 def _logit_gradients(saved: _Saved, options: LossOptions) -> Iterator[tuple[slice, Tensor]]:
     """Chunks of tokens, and the gradient of their logits, which are made anew."""
     rows = saved.weight[: options.used]
-    wide = accumulation_dtype(saved.hidden.dtype)
 
     def gradient(run: slice) -> Tensor:
-        x = (saved.hidden[run] @ rows.t()).to(wide)
+        x = _wide_logits(saved.hidden[run], rows)
         grad = logit_gradient(x, run, saved.target, saved.lse, saved.grad_output, options)
         return grad.to(saved.hidden.dtype)
 

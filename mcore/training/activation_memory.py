@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from mcore.config.run import RunConfig
 from mcore.config.transformer import TransformerConfig
-from mcore.models.gpt.output import FUSE_FROM, FUSED_CHUNK
+from mcore.models.gpt.output import FUSED_CHUNK, fuses_loss
 from mcore.tensor_parallel.cross_entropy import CHUNK_ELEMENTS
 from mcore.training.parameter_count import fc1_size, qkv_size, vocabulary_rows
 
@@ -133,7 +133,7 @@ def head_activations(
     kept = _norm_kept(model, own) + own * h * size
     logits = tokens * rows
     in_place = accumulates and not rounds
-    if model.cross_entropy_loss_fusion or logits > FUSE_FROM:
+    if fuses_loss(model, logits):
         chunk = min(logits, FUSED_CHUNK)
         kept += (tokens - own) * h * size  # gathered along the sequence, and kept so
         summed = 0 if accumulates else rows * h * 4  # over chunks, in float32

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from mcore.config.transformer import TransformerConfig
@@ -17,6 +18,19 @@ FUSE_FROM = 64 * 2**20
 
 #: Logits of a fused chunk, 128 MB in float32: below some hundred tokens the products get slow.
 FUSED_CHUNK = 32 * 2**20
+
+
+def fuses_loss(config: TransformerConfig, num_logits: int) -> bool:
+    """Whether a microbatch's loss is computed from the output matrix, without its logits.
+
+    In float16 always: logits past its range would be infinite before the loss is taken.
+
+    Args:
+        config: the model.
+        num_logits: of the microbatch, on a tensor-parallel rank.
+    """
+    is_half = config.params_dtype == torch.float16
+    return config.cross_entropy_loss_fusion or is_half or num_logits > FUSE_FROM
 
 
 class OutputLayer(ColumnParallelLinear):
@@ -50,6 +64,7 @@ class OutputLayer(ColumnParallelLinear):
             row_cut=row_cut,
             tp_group=tp_group,
         )
+        self.config = config
         self.vocab_size = vocab_size
         self.label_smoothing = config.label_smoothing
         self.z_loss_coefficient = config.z_loss_coefficient
@@ -74,7 +89,7 @@ class OutputLayer(ColumnParallelLinear):
         z_loss = self.z_loss_coefficient if self.training else 0.0
         matrix = self.weight if weight is None else weight
         per_rank = self.output_size_per_partition
-        if self.always_fuses or labels.numel() * per_rank > FUSE_FROM:
+        if fuses_loss(self.config, labels.numel() * per_rank):
             loss = linear_cross_entropy(
                 input_,
                 matrix,
