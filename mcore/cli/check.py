@@ -18,7 +18,7 @@ from mcore.config.run import Resolved, RunConfig, resolve
 from mcore.errors import ConfigError, McoreError
 from mcore.tokenizers import build_tokenizer
 from mcore.training.arguments import read, value_sources
-from mcore.training.idle_options import idle_options
+from mcore.training.idle_options import idle_options, remarks
 from mcore.training.memory import RankMemory, predict_memory
 from mcore.training.options import CHECKPOINT, CONFIG_FILE, DEEPSPEED, DEFAULT, Source
 from mcore.training.parameter_count import count_parameters
@@ -233,6 +233,7 @@ def examine(settled: Settled, launch: str | None = None) -> Report:
         notes=[
             *settled.notes,
             *(f"{option} has no effect: {reason}" for option, reason in idle_options(config)),
+            *remarks(config),
         ],
         absent=absent,
         num_parameters=_num_parameters(config) if known else None,

@@ -106,6 +106,10 @@ class DataParallelModule(nn.Module):
         """What this rank holds of each parameter between steps; for checkpoints and reports."""
 
     @abstractmethod
+    def held_gradients(self) -> Iterator[Tensor]:
+        """The accumulated gradients that this rank holds after a step, padding included."""
+
+    @abstractmethod
     def trained_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Global names and parameters, whether or not this rank updates a part of them."""
 

@@ -318,6 +318,11 @@ class DistributedDataParallel(DataParallelModule):
             run = FlatRange.whole(param)
             yield ParamPart(name, param, sharding, run, param.detach(), param.dtype)
 
+    def held_gradients(self) -> Iterator[Tensor]:
+        """The gradient of every bucket, or this rank's shard of it."""
+        for bucket in self.buckets:
+            yield bucket.grad_data
+
     def trained_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Global names and parameters."""
         for name, param in global_named_parameters(self.module):

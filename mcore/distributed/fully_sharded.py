@@ -254,6 +254,12 @@ class FullyShardedDataParallel(DataParallelModule):
         for shard in self._shards:
             yield shard.part
 
+    def held_gradients(self) -> Iterator[Tensor]:
+        """The gradient of this rank's shard of each trained parameter."""
+        for _, param in self.trained_parameters():
+            if param.grad is not None:
+                yield self.own_grad(param)
+
     def own_grad(self, param: nn.Parameter) -> Tensor:
         """The reduced gradient of this rank's shard, flat."""
         grad = param.grad

@@ -7,7 +7,7 @@ moved.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -76,6 +76,10 @@ class OffloadedRule:
         """State of a parameter by the name that checkpoints use."""
         rule = self._on_host if id(param) in self._host_mains else self._on_device
         return rule.tensors_of(param)
+
+    def places(self) -> Iterator[Tensor]:
+        """Where gradients arrive on the host."""
+        yield from self._grads.values()
 
     def step_unless(self, skip: Tensor, grads: Gradients) -> None:
         """Update what is on the device while gradients travel, then what is on the host.

@@ -193,8 +193,9 @@ class MegatronOptimizer:
         return total
 
     def _params_norm(self) -> Tensor:
-        mains = [(item, item.main.detach().to(self._device)) for item in self.params]
-        pieces = [view for item, main in mains for view in item.counted(main)]
+        # One at a time: those in host memory come to the device for the sum only.
+        mains = ((item, item.main.detach().to(self._device)) for item in self.params)
+        pieces = (view for item, main in mains for view in item.counted(main))
         return get_grad_norm(pieces, self._norm_groups, self._device)
 
     def _unscale_and_clip_(self, grads: Gradients, scaled_norm: Tensor) -> Tensor:
@@ -248,6 +249,22 @@ class MegatronOptimizer:
             if item.has_main_param:
                 tensors["main_param"] = item.main.detach()
             yield item.part, tensors
+
+    def held_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """What the optimizer holds beside the model.
+
+        Yields:
+            `main_parameters`, `moments`, or `gradients` for those that arrive in host memory, and a
+            tensor.
+        """
+        for item in self.params:
+            if item.is_copied:
+                yield "main_parameters", item.main.detach()
+            yield from (
+                ("moments", state) for state in self.optimizer.tensors_of(item.main).values()
+            )
+        if isinstance(self.optimizer, OffloadedRule):
+            yield from (("gradients", place) for place in self.optimizer.places())
 
     def _copy_main_params_to_model_params(self) -> None:
         copied = (item for item in self.params if item.is_copied and not item.is_offloaded)

@@ -20,6 +20,10 @@ _RECOMPUTED = next(
 )
 
 
+#: Bytes of a float32.
+_WIDE = 4
+
+
 class _Rule(NamedTuple):
     """Options of a section that need another one."""
 
@@ -27,10 +31,6 @@ class _Rule(NamedTuple):
     fields: str
     are_used: Callable[[RunConfig], bool]
     otherwise: str
-
-
-def _scales(config: RunConfig) -> bool:
-    return config.optimizer.fp16 and config.optimizer.loss_scale is None
 
 
 _RULES = (
@@ -62,7 +62,7 @@ _RULES = (
     _Rule(
         "optimizer",
         "initial_loss_scale min_loss_scale loss_scale_window hysteresis",
-        _scales,
+        lambda config: config.optimizer.scales_dynamically,
         "the loss has a changing scale only with --fp16 and without --loss-scale",
     ),
     _Rule(
@@ -161,7 +161,18 @@ def idle_options(config: RunConfig) -> Iterator[tuple[str, str]]:
         if not rule.are_used(config):
             yield from ((flag, rule.otherwise) for flag in _given(config, rule))
     yield from _of_reports(config)
+    if not config.ddp.grad_reduce_in_fp32 and model.params_dtype.itemsize >= _WIDE:
+        yield "--grad-reduce-in-bf16", "gradients have the model's dtype, which is float32"
     yield from _of_data_parallelism(config.ddp, model.pipeline_model_parallel_size)
+
+
+def remarks(config: RunConfig) -> Iterator[str]:
+    """What an option does beside others that its name does not tell."""
+    if config.optimizer.fp16 and not config.ddp.grad_reduce_in_fp32:
+        yield (
+            "--grad-reduce-in-bf16 with --fp16: gradients are accumulated and reduced in float16, "
+            "where sums over microbatches and ranks overflow sooner; without it in float32"
+        )
 
 
 def _of_reports(config: RunConfig) -> Iterator[tuple[str, str]]:

@@ -89,7 +89,7 @@ class Run:
                 if not self._advance(streams):
                     saved = state.iteration
                     continue
-                self.memory.after_step()
+                self.memory.after_step(state.chunks, state.optimizer)
                 if self._replica_check_is_due():
                     check_replicas(state.chunks, self.runtime.ctx, state.iteration)
                 self.writer.poll()

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mcore.config.run import RunConfig, resolve
+from mcore.distributed.param_and_grad_buffer import aligned, plan_buffer
 from mcore.pipeline_parallel.actions import Kind, Plan, split_backwards
 from mcore.pipeline_parallel.pipeline import build_pipeline
 from mcore.training.activation_memory import (
@@ -23,7 +24,12 @@ from mcore.training.activation_memory import (
     head_activations,
     layer_activations,
 )
-from mcore.training.parameter_count import ParameterCount, count_parameters, vocabulary_rows
+from mcore.training.parameter_count import (
+    ParameterCount,
+    count_parameters,
+    parameter_sizes,
+    vocabulary_rows,
+)
 from mcore.training.pipeline_plan import plan_pipeline, plan_split
 from mcore.training.update_memory import update_workspace
 
@@ -43,8 +49,8 @@ class RankMemory:
         main_parameters: fp32 copies that the optimizer updates.
         moments: the update rule's running tensors.
         in_host_memory: main parameters and moments that `--optimizer-cpu-offload` keeps off the
-            device; not part of the others. Activations of `--cpu-offloading-num-layers` are in
-            neither.
+            device, and the place where their gradients arrive; not part of the others. Activations
+            of `--cpu-offloading-num-layers` are in neither.
         activations: kept for backward, at the peak.
         workspace: everything else at the peak.
     """
@@ -110,6 +116,7 @@ class _Sharding:
     stage: int
     ranks: int
     data_parallel_size: int
+    pipeline_size: int
     keeps_gathered: bool
 
     @classmethod
@@ -118,7 +125,7 @@ class _Sharding:
         ranks = data_parallel_size // config.ddp.num_distributed_optimizer_instances
         pp = config.model.pipeline_model_parallel_size
         keeps = pp > 1 and not config.ddp.reshard_every_microbatch
-        return cls(stage, ranks if stage else 1, data_parallel_size, keeps)
+        return cls(stage, ranks if stage else 1, data_parallel_size, pp, keeps)
 
     @property
     def accumulates_in_place(self) -> bool:
@@ -158,33 +165,49 @@ def _chunk(
         head = head_activations(config, tokens, accumulates=accumulates, rounds=size < of_gradient)
         activations += head.kept
         moments.append((activations, head.gradients))
-    return _Chunk(count, activations, tuple(moments), _sharded_workspace(config, count, sharding))
+    buffers = _microbatch_gradients(config, count, sharding)
+    moments = [(kept, beside + buffers) for kept, beside in moments]
+    return _Chunk(count, activations, tuple(moments), _gathered(config, count, sharding))
 
 
-def _sharded_workspace(config: RunConfig, count: ParameterCount, sharding: _Sharding) -> int:
-    """Bytes of ZeRO-2's buffers or ZeRO-3's gathered parameters and gradients."""
+def _waiting(config: RunConfig, count: ParameterCount) -> int:
+    """Bytes of a tied matrix's gradient: autograd keeps it from output layer to embedding."""
+    if config.gpt.untie_embeddings_and_output_weights or not (count.embedding and count.final_norm):
+        return 0
+    rows, size = vocabulary_rows(config), config.model.params_dtype.itemsize
+    return rows * config.model.hidden_size * size
+
+
+def _microbatch_gradients(config: RunConfig, count: ParameterCount, sharding: _Sharding) -> int:
+    """Bytes of ZeRO-2's largest bucket, or of two in turn, one of which is being reduced."""
+    if sharding.stage != 2:
+        return 0
+    reduced = 4 if config.ddp.keeps_grads_wide else config.model.params_dtype.itemsize
+    sizes = parameter_sizes(config, count)[::-1]
+    bucket = config.ddp.bucket_size or max(_BUCKET, _BUCKET_PER_RANK * sharding.data_parallel_size)
+    if config.ddp.num_buckets is not None:
+        bucket = -(-sum(map(aligned, sizes)) // config.ddp.num_buckets)
+    alone = []
+    if not config.gpt.untie_embeddings_and_output_weights and sharding.pipeline_size > 1:
+        alone = [0] * bool(count.output) + [len(sizes) - 1] * bool(count.embedding)
+    layout = plan_buffer(sizes, bucket, shards=sharding.ranks, alone=alone)
+    lengths = [end - start for start, end, _ in layout.buckets]
+    if config.ddp.overlap_grad_reduce:
+        lengths = [sum(lengths[i : i + 2]) for i in range(len(lengths))]
+    return max(lengths, default=0) * reduced + _waiting(config, count)
+
+
+def _gathered(config: RunConfig, count: ParameterCount, sharding: _Sharding) -> int:
+    """Bytes of ZeRO-3's gathered parameters and their gradients."""
+    if sharding.stage != 3:
+        return 0
     size = config.model.params_dtype.itemsize
     reduced = 4 if config.ddp.keeps_grads_wide else size
-    tied = (
-        not config.gpt.untie_embeddings_and_output_weights and count.embedding and count.final_norm
-    )
-    # A tied matrix's gradient waits in autograd from the output layer to the embedding.
-    waiting = vocabulary_rows(config) * config.model.hidden_size * size if tied else 0
-    if sharding.stage == 2:
-        bucket = config.ddp.bucket_size or max(
-            _BUCKET, _BUCKET_PER_RANK * sharding.data_parallel_size
-        )
-        if config.ddp.num_buckets is not None:
-            bucket = -(-count.total // config.ddp.num_buckets)
-        buffers = 2 if config.ddp.overlap_grad_reduce else 1
-        largest = (count.layer + count.layer_vectors) if count.layers else count.embedding
-        return min(count.total, buffers * max(bucket, largest)) * reduced + waiting
-    if sharding.stage == 3:
-        layer = count.layer + count.layer_vectors
-        around = count.total - count.of_layers
-        gathered = count.total if sharding.keeps_gathered else around + min(2, count.layers) * layer
-        return gathered * size + layer * (size + (reduced if reduced != size else 0)) + waiting
-    return 0
+    layer = count.layer + count.layer_vectors
+    around = count.total - count.of_layers
+    gathered = count.total if sharding.keeps_gathered else around + min(2, count.layers) * layer
+    gradients = layer * (size + (reduced if reduced != size else 0))
+    return gathered * size + gradients + _waiting(config, count)
 
 
 def _rank(
@@ -212,8 +235,8 @@ def _rank(
     if config.optimizer.optimizer_cpu_offload and config.runtime.device != "cpu":
         part = config.optimizer.optimizer_offload_fraction
         # An fp32 parameter is its own main parameter, of which the host then has a copy.
-        copies = main * total // share
-        in_host_memory = int(part * (copies + moments))
+        copies = arriving = main * total // share
+        in_host_memory = int(part * (copies + arriving + moments))
         moments -= int(part * moments)
         main_parameters -= int(part * main_parameters)
     return RankMemory(
@@ -266,28 +289,3 @@ def _peak(chunks: Sequence[_Chunk], plan: Plan, updating: int) -> tuple[int, int
         if ends_here or action.kind is Kind.WEIGHT:
             held -= chunk.activations
     return max(best, (0, updating), key=sum)
-
-
-def memory_table(ranks: Sequence[RankMemory]) -> list[str]:
-    """The prediction as lines of text, in MiB."""
-    columns = [
-        "parameters",
-        "gradients",
-        "main_parameters",
-        "moments",
-        "between_steps",
-        "activations",
-        "workspace",
-        "peak",
-    ]
-    if any(rank.in_host_memory for rank in ranks):
-        columns.append("in_host_memory")
-    header = "pipeline rank | " + " | ".join(name.replace("_", " ") for name in columns)
-    lines = [header]
-    for rank in ranks:
-        cells = [f"{rank.pipeline_rank:13d}"]
-        for name in columns:
-            width = len(name)
-            cells.append(f"{getattr(rank, name) / 2**20:{width}.1f}")
-        lines.append(" | ".join(cells))
-    return lines

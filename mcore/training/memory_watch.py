@@ -5,16 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from mcore import device
 from mcore.config.run import RunConfig
+from mcore.device import how_peak_is_measured, peak_bytes
 from mcore.distributed import DataParallelModule
 from mcore.log import get_logger
+from mcore.optimizer import MegatronOptimizer
 from mcore.topology.collectives import all_gather_object
+from mcore.training.held_memory import held_memory
 from mcore.training.initialize import Runtime
-from mcore.training.memory import RankMemory, memory_table, predict_memory
+from mcore.training.memory import RankMemory, predict_memory
+from mcore.training.memory_table import MeasuredMemory, measured_table, memory_table
 
 #: The second step of a run is the first in which everything that stays is there.
 _MEASURED_STEP = 2
+
+_NO_PREDICTION = "no prediction, since the model is not the GPT model of the options"
 
 
 class MemoryWatch:
@@ -31,7 +36,7 @@ class MemoryWatch:
 
     def __init__(self, config: RunConfig, world_size: int, runtime: Runtime) -> None:
         self._config, self._world_size, self._runtime = config, world_size, runtime
-        self._before = device.peak_bytes(runtime.device)
+        self._before = peak_bytes(runtime.device)
         self._predicted: Sequence[RankMemory] = ()
         self._steps = 0
 
@@ -47,29 +52,31 @@ class MemoryWatch:
         for line in memory_table(ranks):
             get_logger().info("  %s", line)
 
-    def after_step(self) -> None:
+    def after_step(
+        self, chunks: Sequence[DataParallelModule], optimizer: MegatronOptimizer
+    ) -> None:
         """Log what was measured, once.
+
+        Args:
+            chunks: this rank's part of the model.
+            optimizer: updates it.
 
         Comm: host-side facts over the tensor- and pipeline-parallel ranks.
         """
         self._steps += 1
         if not self._config.logging.log_memory or self._steps != _MEASURED_STEP:
             return
-        ctx = self._runtime.ctx
-        peak = device.peak_bytes(self._runtime.device) - self._before
-        how = device.how_peak_is_measured(self._runtime.device)
-        largest: dict[int, int] = {}
-        for stage, found in all_gather_object((ctx.pp.rank, peak), ctx.mp):
-            largest[stage] = max(largest.get(stage, 0), found)
-        for stage, found in sorted(largest.items()):
-            beside = "no prediction: the model is not the GPT model of the options"
-            if self._predicted:
-                beside = f"predicted {self._predicted[stage].peak / 2**20:.1f}"
-            get_logger().info(
-                "memory of pipeline rank %d after %d steps, MiB: %.1f (%s); %s",
-                stage,
-                self._steps,
-                found / 2**20,
-                how,
-                beside,
-            )
+        ctx, device = self._runtime.ctx, self._runtime.device
+        held = held_memory(chunks, optimizer, device)
+        own = MeasuredMemory(ctx.pp.rank, held, peak_bytes(device) - self._before)
+        lines = measured_table(all_gather_object(own, ctx.mp), self._predicted)
+        how = how_peak_is_measured(device)
+        beside = "measured / predicted" if self._predicted else _NO_PREDICTION
+        get_logger().info(
+            "memory of a rank after %d steps, MiB, %s; the measured peak is the %s:",
+            self._steps,
+            beside,
+            how,
+        )
+        for line in lines:
+            get_logger().info("  %s", line)

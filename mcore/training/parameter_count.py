@@ -85,17 +85,8 @@ def count_parameters(
         pre_process: it embeds tokens.
         post_process: it computes the loss.
     """
-    model, h = config.model, config.model.hidden_size
-    tp = model.tensor_model_parallel_size
-    attended = model.num_attention_heads * model.head_dim // tp
-    ffn = model.ffn_size // tp
-    matrices = h * (qkv_size(config) + attended + fc1_size(config) + ffn)
-    norm = 2 if model.normalization == "LayerNorm" else 1  # weight and bias
-    vectors = 2 * norm * h + (2 * norm * model.head_dim if model.qk_layernorm else 0)
-    if model.add_bias_linear or model.add_qkv_bias:
-        vectors += qkv_size(config)
-    if model.add_bias_linear:
-        vectors += fc1_size(config) + 2 * h
+    h = config.model.hidden_size
+    of_layer = _layer_parameters(config)
     words = vocabulary_rows(config) * h
     embedding = 0
     if pre_process:
@@ -103,10 +94,47 @@ def count_parameters(
         embedding = words + (h * (config.max_positions or 0) if learned else 0)
     owns_output = config.gpt.untie_embeddings_and_output_weights or not pre_process
     return ParameterCount(
-        layer=matrices,
-        layer_vectors=vectors,
+        layer=sum(numel for numel, is_matrix in of_layer if is_matrix),
+        layer_vectors=sum(numel for numel, is_matrix in of_layer if not is_matrix),
         layers=num_layers,
         embedding=embedding,
         output=words if post_process and owns_output else 0,
-        final_norm=norm * h if post_process else 0,
+        final_norm=_norm_vectors(config) * h if post_process else 0,
     )
+
+
+def parameter_sizes(config: RunConfig, count: ParameterCount) -> list[int]:
+    """Elements of each parameter of a chunk, in the order in which the model registers them."""
+    h = config.model.hidden_size
+    words = vocabulary_rows(config) * h
+    sizes = [words, count.embedding - words] if count.embedding else []
+    sizes += [numel for numel, _ in _layer_parameters(config)] * count.layers
+    if count.final_norm:
+        sizes += [h] * _norm_vectors(config)
+    return [numel for numel in [*sizes, count.output] if numel]
+
+
+def _layer_parameters(config: RunConfig) -> list[tuple[int, bool]]:
+    """Elements of a layer's parameters and whether each is a matrix, as they are registered."""
+    model, h, tp = config.model, config.model.hidden_size, config.model.tensor_model_parallel_size
+    qkv, fc1, has_bias = qkv_size(config), fc1_size(config), model.add_bias_linear
+    norm = [(h, False)] * _norm_vectors(config)
+    of_heads = [(model.head_dim, False)] * (2 * _norm_vectors(config) if model.qk_layernorm else 0)
+    return [
+        *norm,
+        *_linear(qkv, h, has_bias or model.add_qkv_bias),
+        *_linear(h, model.num_attention_heads * model.head_dim // tp, has_bias),
+        *of_heads,
+        *norm,
+        *_linear(fc1, h, has_bias),
+        *_linear(h, model.ffn_size // tp, has_bias),
+    ]
+
+
+def _linear(rows: int, columns: int, has_bias: bool) -> list[tuple[int, bool]]:
+    return [(rows * columns, True), *([(rows, False)] if has_bias else [])]
+
+
+def _norm_vectors(config: RunConfig) -> int:
+    """Parameters of a norm: weight, and bias of LayerNorm."""
+    return 2 if config.model.normalization == "LayerNorm" else 1

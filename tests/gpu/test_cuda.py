@@ -99,6 +99,10 @@ def test_training_equals_the_cpu(corpus):
 def test_a_wide_sum_takes_a_product_without_rounding_it(gpu, dtype):
     left = torch.randn(1024, 512, device=gpu).to(dtype)
     right = torch.randn(512, 1024, device=gpu).to(dtype)
+    try:
+        torch.mm(left, right, out_dtype=torch.float32)
+    except (RuntimeError, TypeError) as missing:
+        pytest.skip(f"no product of this torch and GPU is wider than its factors: {missing}")
     total = torch.ones(1024, 1024, device=gpu)
     device.add_product_(total, left, right)  # the library may take memory of its own at first
     total.fill_(1.0)
@@ -106,10 +110,9 @@ def test_a_wide_sum_takes_a_product_without_rounding_it(gpu, dtype):
     before = torch.cuda.memory_allocated()
     device.add_product_(total, left, right)
     taken = torch.cuda.max_memory_allocated() - before
-    adds = device._adds_wide_products(gpu, dtype, torch.float32)
-    assert not adds or taken < left.shape[0] * right.shape[1] * dtype.itemsize
+    assert taken < left.shape[0] * right.shape[1] * dtype.itemsize
     wanted = 1.0 + left.double() @ right.double()
-    torch.testing.assert_close(total.double(), wanted, rtol=0, atol=1e-3 if adds else 0.5)
+    torch.testing.assert_close(total.double(), wanted, rtol=0, atol=1e-3)
 
 
 def test_overlap_on_streams_changes_no_bit(corpus, tmp_path):

@@ -15,11 +15,13 @@ from mcore.distributed import (
 )
 from mcore.optimizer import OptimizerConfig, get_megatron_optimizer
 from mcore.testing import run_distributed
+from mcore.training.held_memory import held_memory
 
 #: By stage: bytes that every rank has, and bytes that are shared out.
 TABLE = {
     torch.float32: [(16, 0), (8, 8), (4, 12), (0, 16)],
     torch.bfloat16: [(18, 0), (6, 12), (2, 16), (0, 16)],
+    torch.float16: [(18, 0), (6, 12), (2, 16), (0, 16)],
 }
 
 
@@ -47,19 +49,23 @@ def measure(stage, dtype, low=False):
     moments = {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"} if low else {}
     wrapper = FullyShardedDataParallel if stage == 3 else DistributedDataParallel
     chunk = wrapper(None, config, net)
-    optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-3, **moments), [chunk])
+    is_half = dtype == torch.float16
+    options = OptimizerConfig(lr=1e-3, fp16=is_half, initial_loss_scale=1024.0, **moments)
+    optimizer = get_megatron_optimizer(options, [chunk])
     for _ in range(2):
         chunk.zero_grad_buffer()
-        chunk(torch.ones(2, 64, dtype=dtype)).float().sum().backward()
+        optimizer.scale_loss(chunk(torch.ones(2, 64, dtype=dtype)).float().sum()).backward()
         finalize_model_grads([chunk])
         optimizer.step()
     held = sum(size for place, size in storages().items() if place not in before)
+    told = held_memory([chunk], optimizer, torch.device("cpu"))
+    assert told.between_steps == pytest.approx(held, rel=0.01)
     return held / numel, context.dp.size
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.full)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", list(TABLE), ids=["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("stage", range(4))
 def test_bytes_per_parameter(stage, dtype, world_size):
     results = run_distributed(measure, world_size, stage, dtype)

@@ -1,5 +1,7 @@
 """State in host memory: the same numbers. The move itself is tried from the CPU to the CPU."""
 
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -73,6 +75,37 @@ def test_the_same_numbers(dtype, rule, fraction):
         assert ours.step_count == theirs.step_count == 3
     for group in ours.param_groups:
         assert group["lr"] == 0.01
+
+
+@pytest.mark.usefixtures("movable")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bytes_in_host_memory(dtype):
+    """Main parameters, moments, and where gradients arrive: what `--log-memory` tells."""
+    net = make_net(dtype)
+    optimizer = optimizer_of(net, optimizer_cpu_offload=True)
+    held = sum(tensor.nbytes for _, tensor in optimizer.held_tensors())
+    assert held == 16 * sum(p.numel() for p in net.parameters())
+
+
+@pytest.mark.usefixtures("movable")
+def test_the_norm_of_parameters_brings_them_to_the_device_one_by_one(monkeypatch):
+    net = make_net(torch.bfloat16)
+    optimizer = optimizer_of(net, optimizer_cpu_offload=True, log_params_norm=True)
+    copies, alive = [], []
+
+    def to(self, _):
+        copy = self.clone()
+        copies.append(weakref.ref(copy))
+        alive.append(sum(made() is not None for made in copies))
+        return copy
+
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    norm = optimizer._params_norm()
+    monkeypatch.undo()
+    assert len(copies) == 6
+    assert max(alive) <= 2
+    wanted = torch.cat([item.main.detach().flatten() for item in optimizer.params]).norm()
+    assert float(norm) == pytest.approx(float(wanted), rel=1e-6)
 
 
 @pytest.mark.usefixtures("movable")

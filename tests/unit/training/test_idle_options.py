@@ -1,4 +1,5 @@
 import pytest
+import torch
 
 from mcore.config.checkpoint import CheckpointConfig
 from mcore.config.distributed import DistributedDataParallelConfig
@@ -6,7 +7,7 @@ from mcore.config.run import RunConfig
 from mcore.config.transformer import TransformerConfig
 from mcore.errors import ConfigError, OptionsError
 from mcore.training.arguments import build_config, read
-from mcore.training.idle_options import idle_options
+from mcore.training.idle_options import idle_options, remarks
 
 ZERO3 = {"data_parallel_sharding_strategy": "optim_grads_params"}
 
@@ -46,10 +47,24 @@ def idle(model=None, **ddp):
         ({}, {"num_buckets": 2}, ["--ddp-num-buckets"]),
         ({}, {"num_buckets": 2, "overlap_grad_reduce": True}, []),
         ({}, {"num_buckets": 2, "data_parallel_sharding_strategy": "optim_grads"}, []),
+        ({}, {"grad_reduce_in_fp32": False}, ["--grad-reduce-in-bf16"]),
+        ({"params_dtype": torch.bfloat16}, {"grad_reduce_in_fp32": False}, []),
     ],
 )
 def test_what_has_no_effect_is_named(model, ddp, wanted):
     assert idle(model, **ddp) == wanted
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [("--fp16", False), ("--fp16 --grad-reduce-in-bf16", True), ("--grad-reduce-in-bf16", False)],
+)
+def test_reduction_in_float16_is_remarked(words, told):
+    model = "--num-layers 2 --hidden-size 8 --num-attention-heads 2"
+    config = build_config(read([*model.split(), *words.split()]))
+    assert [remark.split(":")[0] for remark in remarks(config)] == (
+        ["--grad-reduce-in-bf16 with --fp16"] if told else []
+    )
 
 
 def test_what_is_not_loaded_from_nowhere():
