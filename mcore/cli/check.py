@@ -217,7 +217,7 @@ def examine(settled: Settled, launch: str | None = None) -> Report:
     sections = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     absent, _ = absent_files(sections, corpus_files)
     can_read = not {*tokenizer_files(config.tokenizer)} & {*absent}
-    if config.tokenizer.vocab_size is None and can_read:
+    if can_read:  # which also compares --vocab-size with the files
         size = build_tokenizer(config.tokenizer).vocab_size
         tokenizer = dataclasses.replace(config.tokenizer, vocab_size=size)
         config = dataclasses.replace(config, tokenizer=tokenizer)

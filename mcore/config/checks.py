@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any
 
 from mcore.config import batch_checks
 from mcore.config.command_line import flag_spellings, spelled_as_flags
-from mcore.config.fields import refuse
+from mcore.config.fields import AtFaultError, refuse
 from mcore.config.optimizer import scheduler_steps
 from mcore.config.run import RunConfig
 from mcore.errors import ConfigError, TopologyError
@@ -25,18 +25,27 @@ Check = Callable[[RunConfig, int], str | None]
 
 def _required(config: RunConfig, world_size: int) -> str | None:
     del world_size
-    training = config.training
-    missing = [
-        flag
-        for flag, value in (
-            ("--micro-batch-size", training.micro_batch_size),
-            ("--seq-length", training.seq_length),
-            ("--train-iters (or --train-samples)", training.train_iters or training.train_samples),
-            ("--lr", config.optimizer.lr),
-        )
-        if value is None
-    ]
+    missing = _missing_sizes(config)
+    if _lacks(config.optimizer, "lr"):
+        missing.append("--lr")
     return f"missing: {', '.join(missing)}" if missing else None
+
+
+def _missing_sizes(config: RunConfig) -> list[str]:
+    needed = {
+        "--micro-batch-size": ("micro_batch_size",),
+        "--seq-length": ("seq_length",),
+        "--train-iters (or --train-samples)": ("train_iters", "train_samples"),
+    }
+    return [flag for flag, names in needed.items() if _lacks(config.training, *names)]
+
+
+def _lacks(section: Any, *names: str) -> bool:
+    """Whether none of some fields has a value; one whose value is at fault has one."""
+    try:
+        return all(getattr(section, name) is None for name in names)
+    except AtFaultError:
+        return False
 
 
 def _world(config: RunConfig, world_size: int) -> str | None:
@@ -171,6 +180,13 @@ def _schedule(config: RunConfig, world_size: int) -> str | None:
     return None
 
 
+def _log_warmup(config: RunConfig, world_size: int) -> str | None:
+    del world_size
+    if config.scheduler.lr_warmup_style != "log" or config.training.train_samples is None:
+        return None
+    return "--lr-warmup-style log counts iterations: train by --train-iters, or use linear"
+
+
 def _warmup_init(config: RunConfig, world_size: int) -> str | None:
     del world_size
     lr, first = config.optimizer.lr, config.scheduler.lr_warmup_init
@@ -291,6 +307,7 @@ CHECKS: tuple[Check, ...] = (
     _weight_gradients,
     batch_checks.token_budget,
     _schedule,
+    _log_warmup,
     _warmup_init,
     _weight_decay,
     _data,
@@ -307,43 +324,50 @@ CHECKS: tuple[Check, ...] = (
 
 def check(config: RunConfig, world_size: int) -> None:
     """Raise one `ConfigError` that lists everything wrong with a configuration."""
-    sections = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    flags = flag_spellings(map(type, sections.values()))
-    refuse([spelled_as_flags(problem, flags) for problem in problems_between(sections, world_size)])
+    sections = (getattr(config, field.name) for field in dataclasses.fields(config))
+    flags = flag_spellings(map(type, sections))
+    refuse([spelled_as_flags(problem, flags) for problem in problems_between(config, world_size)])
 
 
-def problems_between(sections: Mapping[str, Any], world_size: int) -> list[str]:
+def problems_between(config: RunConfig, world_size: int) -> list[str]:
     """Everything wrong between the sections of a configuration, in words.
 
     Args:
-        sections: by name. Those that could not be built are absent: rules that need one are left
-            out, so that what is wrong elsewhere is told all the same.
+        config: its sections may lack fields that are at fault (`mcore.config.partial`): rules that
+            need one are left out, so that what is wrong elsewhere is told all the same.
         world_size: processes of the job.
     """
-    config = cast(RunConfig, _Sections(sections))
     found = []
     for rule in CHECKS:
         try:
             problem = rule(config, world_size)
-        except _AbsentSectionError:
+        except AtFaultError:
             continue
         if problem is not None and problem not in found:
             found.append(problem)
     return found
 
 
-class _AbsentSectionError(Exception):
-    """A rule asked for a section that could not be built."""
+#: What has to hold before a schedule can be simulated.
+_BEFORE_SCHEDULES: tuple[Check, ...] = (
+    _world,
+    batch_checks.batch,
+    batch_checks.evaluation,
+    batch_checks.step_schedule,
+    batch_checks.train_samples,
+    batch_checks.token_budget,
+    _context_parallel,
+    _virtual,
+    _layers,
+    _weight_gradients,
+)
 
 
-class _Sections:
-    """Stands for a `RunConfig` of which some sections are absent."""
-
-    def __init__(self, sections: Mapping[str, Any]) -> None:
-        self._sections = sections
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return self._sections[name]
-        except KeyError:
-            raise _AbsentSectionError(name) from None
+def can_be_scheduled(config: RunConfig, world_size: int) -> bool:
+    """Whether all is right that a pipeline's schedule depends on; `config` as above."""
+    if _missing_sizes(config):
+        return False
+    try:
+        return all(rule(config, world_size) is None for rule in _BEFORE_SCHEDULES)
+    except AtFaultError:
+        return False

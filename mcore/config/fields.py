@@ -39,6 +39,13 @@ class Flag:
     model: bool = False
 
 
+class AtFaultError(Exception):
+    """A rule read a field whose value is at fault or not known, which is told elsewhere.
+
+    See `mcore.config.partial`.
+    """
+
+
 def flag(default: Any = dataclasses.MISSING, *, help: str, **options: Any) -> Any:
     """A dataclass field with its command-line description.
 
@@ -71,6 +78,8 @@ def refuse(problems: Iterable[str]) -> None:
             found.append(problem)
     except ConfigError as error:
         found += problems_of(error)
+    except AtFaultError:
+        pass  # of the rules that follow nothing can be told
     if len(found) == 1:
         raise ConfigError(found[0])
     if found:
@@ -85,7 +94,10 @@ def problems_of(error: Exception) -> list[str]:
 def below(config: Any, least: float, *names: str) -> Iterator[str]:
     """A problem for each field that is set and lies below a bound."""
     for name in names:
-        value = getattr(config, name)
+        try:
+            value = getattr(config, name)
+        except AtFaultError:
+            continue
         if value is not None and value < least:
             kind = "a whole number" if isinstance(least, int) else "a number"
             yield f"`{name}` is {value}; use {kind} from {least} up"

@@ -41,6 +41,11 @@ class ProfilingConfig:
         help="Memory history, for pytorch.org/memory_viz; the rank is put before the ending.",
     )
 
+    @property
+    def memory_snapshot(self) -> str | None:
+        """Where the memory's history is written, if it is recorded."""
+        return self.memory_snapshot_path if self.record_memory_history else None
+
     def __post_init__(self) -> None:
         refuse(self._problems())
 

@@ -31,6 +31,9 @@ REQUIRED_OPTIONS: dict[str, tuple[str, ...]] = {
     "NullTokenizer": ("vocab_size",),
 }
 
+#: Of the ByteLevelTokenizer: the bytes, and one id that ends a document.
+BYTE_LEVEL_VOCAB_SIZE = 257
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TokenizerConfig:
@@ -109,6 +112,8 @@ class TokenizerConfig:
             "merge_file": self.merge_file,
             "vocab_size": self.vocab_size,
         }
+        if self.tokenizer_type == "ByteLevelTokenizer" and self.vocab_size is not None:
+            yield from not_one_of(self.vocab_size, (BYTE_LEVEL_VOCAB_SIZE,), "vocab_size")
         absent = [name for name in REQUIRED_OPTIONS[self.tokenizer_type] if given[name] is None]
         if absent:
             flags = ", ".join("--" + name.replace("_", "-") for name in absent)

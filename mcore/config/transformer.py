@@ -154,8 +154,6 @@ class TransformerConfig(ModelParallelConfig):
             "sliding_window",
         )
         yield from sizes
-        if not sizes:
-            yield from self._wrong_heads()
         yield from below(self, 0, "sliding_window_first_layer", "cpu_offloading_num_layers")
         yield from below(self, 0.0, "layernorm_epsilon", "init_method_std")
         yield from not_one_of(self.normalization, ("LayerNorm", "RMSNorm"), "normalization")
@@ -170,6 +168,8 @@ class TransformerConfig(ModelParallelConfig):
         if self.gated_linear_unit and self.openai_gelu:
             yield "gated_linear_unit and openai_gelu exclude each other; drop one"
         yield from self._wrong_recompute()
+        if not sizes:
+            yield from self._wrong_heads()
 
     def _wrong_heads(self) -> Iterator[str]:
         heads, groups = self.num_attention_heads, self.query_groups

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from mcore.config.tokenizer import BYTE_LEVEL_VOCAB_SIZE
 from mcore.tokenizers.base import NO_TOKEN, EncodedTexts, lay_end_to_end
 
 NUM_BYTES = 256
@@ -17,7 +18,7 @@ class ByteLevelTokenizer:
     The end mark is an id that no byte has, so text with NUL characters survives.
     """
 
-    vocab_size = NUM_BYTES + 1
+    vocab_size = BYTE_LEVEL_VOCAB_SIZE
     eod = NUM_BYTES
     pad = NO_TOKEN
 

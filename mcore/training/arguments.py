@@ -16,9 +16,10 @@ from typing import Any
 import torch
 
 from mcore.config.command_line import StrictParser, add_flags, spelled_as_flags
-from mcore.config.fields import flag_of, problems_of, refuse
+from mcore.config.fields import flag_of, refuse
+from mcore.config.partial import build_as_far_as_known
 from mcore.config.run import OPTION_NAMES, RunConfig
-from mcore.errors import ConfigError, McoreError
+from mcore.errors import ConfigError
 from mcore.training.legacy_flags import LEGACY, refused_flags
 from mcore.training.option_file import read_option_file
 from mcore.training.options import (
@@ -170,6 +171,7 @@ def build_config(arguments: Arguments, model_options: Mapping[str, Any] | None =
         ConfigError: a required option is absent, or values that cannot be right, of all sections.
     """
     built, problems = build_sections(arguments, model_options)
+    problems = [*arguments.problems, *problems]
     refuse([in_users_words(problem, arguments) for problem in problems])
     return RunConfig(**built)
 
@@ -177,30 +179,28 @@ def build_config(arguments: Arguments, model_options: Mapping[str, Any] | None =
 def build_sections(
     arguments: Arguments, model_options: Mapping[str, Any] | None = None
 ) -> tuple[dict[str, Any], list[str]]:
-    """The sections of a configuration that can be built, and what is wrong with the others."""
+    """The sections of a configuration, and what is wrong with them.
+
+    Where something is wrong with a section, it lacks the fields at fault: `mcore.config.partial`.
+    """
     built: dict[str, Any] = {}
     problems = []
     options = model_options or {}
     for name, kind in sections().items():
         values = {**_from_options(kind, options), **arguments.typed[name]}
+        unknown = {field for section, field in arguments.malformed if section == name}
         if name == "model":
             values.update(_precision(arguments))
             missing = [field for field in REQUIRED_MODEL_OPTIONS if field not in values]
-            if missing:
-                problems += _missing(missing, arguments)
-                continue
+            problems += _missing(missing, arguments)
+            unknown.update(missing)
         if name == "training" and values.get("seq_length") is None and options.get("seq_length"):
             values["seq_length"] = options["seq_length"]
         unusable = [field for field, value in values.items() if _is_no_number(value)]
-        problems += [f"`{field}` is {values.pop(field)}; use a finite number" for field in unusable]
-        try:
-            section = kind(**values)
-        except (McoreError, ValueError) as error:
-            problems += problems_of(error)
-        else:
-            # What could not be read is told; nothing else is concluded from its absence.
-            if not unusable and all(place[0] != name for place in arguments.malformed):
-                built[name] = section
+        problems += [f"`{field}` is {values[field]}; use a finite number" for field in unusable]
+        # What could not be read is told; nothing else is concluded from its absence.
+        built[name], found = build_as_far_as_known(kind, values, unknown.union(unusable))
+        problems += found
     return built, problems
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from mcore.config.checkpoint import CheckpointConfig
 from mcore.config.data import DataConfig
-from mcore.config.logging import LoggingConfig
+from mcore.config.partial import as_far_as_known, value_if_known
 from mcore.config.profiling import ProfilingConfig
 from mcore.config.tokenizer import REQUIRED_OPTIONS, TokenizerConfig
 from mcore.config.training import RuntimeConfig
@@ -31,7 +31,7 @@ def problems_here(
     Only looked at, nothing is opened or made; what is in the files is found out later.
 
     Args:
-        sections: of the configuration, by name; those that could not be built are absent.
+        sections: of the configuration, by name; they may lack fields that are at fault.
         launch: this process.
         data_files: of the program; None = its data is its own business.
     """
@@ -42,11 +42,8 @@ def problems_here(
             yield f"{path} is not there"
         elif not os.access(path, os.R_OK):
             yield f"{path} cannot be read: permission is denied"
-    if "checkpoint" in sections:
-        problem = directory_problem(sections["checkpoint"])
-        if problem is not None:
-            yield problem
-    yield from _device_problems(sections, launch)
+    yield from as_far_as_known(_directory_problems, sections["checkpoint"])
+    yield from as_far_as_known(_device_problems, sections, launch)
     if launch.rank == 0:
         yield from _output_problems(sections)
 
@@ -64,12 +61,10 @@ def absent_files(sections: Mapping[str, Any], data_files: DataFiles) -> tuple[li
             problems.append(str(path))
         elif not Path(path).exists():
             absent.append(path)
-    checkpoint: CheckpointConfig | None = sections.get("checkpoint")
-    if checkpoint is not None:
-        if checkpoint.load is not None and not Path(checkpoint.load).exists():
-            absent.append(checkpoint.load)
-        problem = directory_problem(checkpoint, may_be_elsewhere=True)
-        problems += [] if problem is None else [problem]
+    load = value_if_known(sections["checkpoint"], "load")
+    if load is not None and not Path(load).exists():
+        absent.append(load)
+    problems += as_far_as_known(_directory_problems, sections["checkpoint"], True)
     return absent, problems
 
 
@@ -104,23 +99,26 @@ def _input_files(
     sections: Mapping[str, Any], data_files: DataFiles | None
 ) -> Iterator[str | DataError]:
     """Files of tokenizer, schedule and data; an error where the data's cannot be told."""
-    if "tokenizer" in sections:
-        yield from tokenizer_files(sections["tokenizer"])
-    schedule = sections["pipeline"].pipeline_schedule if "pipeline" in sections else None
+    yield from as_far_as_known(tokenizer_files, sections["tokenizer"])
+    schedule = value_if_known(sections["pipeline"], "pipeline_schedule")
     if schedule is not None and schedule.startswith("file:"):
         yield schedule.removeprefix("file:")
-    if data_files is None or "data" not in sections:
+    if data_files is None:
         return
     try:
-        yield from data_files(sections["data"])
+        yield from as_far_as_known(data_files, sections["data"])
     except DataError as error:
         yield error
 
 
+def _directory_problems(options: CheckpointConfig, may_be_elsewhere: bool = False) -> Iterator[str]:
+    problem = directory_problem(options, may_be_elsewhere=may_be_elsewhere)
+    if problem is not None:
+        yield problem
+
+
 def _device_problems(sections: Mapping[str, Any], launch: Launch) -> Iterator[str]:
-    runtime: RuntimeConfig | None = sections.get("runtime")
-    if runtime is None:
-        return
+    runtime: RuntimeConfig = sections["runtime"]
     try:
         device = pick_device(runtime.device, launch.local_rank)
     except ConfigError as error:
@@ -128,34 +126,33 @@ def _device_problems(sections: Mapping[str, Any], launch: Launch) -> Iterator[st
         return
     if device.type == "cuda":
         return
-    profiling: ProfilingConfig | None = sections.get("profiling")
-    if profiling is not None and runtime.device != "cpu":  # which is told wherever one checks
-        yield from profiling.without_cuda()
+    profiling: ProfilingConfig = sections["profiling"]
+    if runtime.device != "cpu":  # which is told wherever one checks
+        yield from as_far_as_known(profiling.without_cuda)
     problem = backend_problem(runtime.distributed_backend, device)
     if problem is not None:
         yield problem
 
 
+#: Flag -> section and field of a folder or file that rank 0 writes.
+_FOLDERS = {
+    "--tensorboard-dir": ("logging", "tensorboard_dir"),
+    "--wandb-save-dir": ("logging", "wandb_save_dir"),
+    "--save": ("checkpoint", "save"),
+}
+_FILES = {
+    "--metrics-jsonl": ("logging", "metrics_jsonl"),
+    "--autopilot-log": ("stability", "autopilot_log"),
+    "--profile-pipeline": ("pipeline", "profile_pipeline"),
+    "--memory-snapshot-path": ("profiling", "memory_snapshot"),
+}
+
+
 def _output_problems(sections: Mapping[str, Any]) -> Iterator[str]:
     """Places that rank 0 writes to and cannot."""
-    options: LoggingConfig | None = sections.get("logging")
-    folders: dict[str, str | None] = {}
-    files: dict[str, str | None] = {}
-    if options is not None:
-        folders["--tensorboard-dir"] = options.tensorboard_dir
-        folders["--wandb-save-dir"] = options.wandb_save_dir
-        files["--metrics-jsonl"] = options.metrics_jsonl
-    if "stability" in sections:
-        files["--autopilot-log"] = sections["stability"].autopilot_log
-    if "pipeline" in sections:
-        files["--profile-pipeline"] = sections["pipeline"].profile_pipeline
-    if "checkpoint" in sections:
-        folders["--save"] = sections["checkpoint"].save
-    profiling: ProfilingConfig | None = sections.get("profiling")
-    if profiling is not None and profiling.record_memory_history:
-        files["--memory-snapshot-path"] = profiling.memory_snapshot_path
-    for is_folder, places in ((True, folders), (False, files)):
-        for flag, path in places.items():
+    for is_folder, places in ((True, _FOLDERS), (False, _FILES)):
+        for flag, (section, field) in places.items():
+            path = value_if_known(sections[section], field)
             problem = None if path is None else _why_not_written(Path(path), is_folder)
             if problem is not None:
                 yield f"{flag} {path} cannot be written: {problem}"

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import fields
 from typing import Any
 
-from mcore.config.checks import problems_between
-from mcore.config.fields import refuse
+from mcore.config.checkpoint import CheckpointConfig
+from mcore.config.checks import can_be_scheduled, problems_between
+from mcore.config.fields import AtFaultError, refuse
+from mcore.config.partial import as_far_as_known, without
 from mcore.config.run import RunConfig, microbatch_counts
 from mcore.data.blend import dangling_weight
 from mcore.errors import CheckpointError, McoreError
@@ -25,7 +28,7 @@ from mcore.training.pipeline_plan import plan_pipeline, plan_split, prove_pipeli
 from mcore.training.places import DataFiles, problems_here
 from mcore.training.scalars import missing_packages
 
-#: Sections of a configuration by name, without those that could not be built.
+#: Sections of a configuration by name; they may lack fields that are at fault.
 Sections = Mapping[str, Any]
 
 
@@ -95,7 +98,7 @@ def settle_options(
     Args:
         arguments: the command line.
         world_size: processes of the job.
-        also: finds more that is wrong with the sections that could be built.
+        also: finds more that is wrong with the sections, which may lack fields at fault.
 
     Raises:
         ConfigError: everything wrong with the options, in the user's own names.
@@ -112,19 +115,20 @@ def settle_options(
     if options is not None:
         notes += overrides(arguments, options)
     sections, problems = build_sections(arguments, options)
-    problems = [*arguments.problems, *problems, *problems_between(sections, world_size)]
-    problems += [*_dangling_weights(arguments), *missing_packages(sections.get("logging"))]
-    if unread is not None:
-        sections.pop("checkpoint", None)  # which is at fault, and told
+    config = RunConfig(**sections)
+    problems = [*arguments.problems, *problems, *problems_between(config, world_size)]
+    problems += _schedule_problems(config, world_size)
+    problems += [*_dangling_weights(arguments), *as_far_as_known(missing_packages, config.logging)]
+    if unread is not None:  # which is told
+        nothing = without(CheckpointConfig, {}, [f.name for f in fields(CheckpointConfig)])
+        sections["checkpoint"] = nothing
     problems += [] if also is None else also(sections)
     if unread is not None:
         if not problems:
             raise unread
         problems.insert(0, str(unread))
-    if not problems:
-        problems = _pipeline_problems(RunConfig(**sections), world_size)
     refuse([in_users_words(problem, arguments) for problem in problems])
-    return Settled(RunConfig(**sections), world_size, arguments, options, tuple(notes))
+    return Settled(config, world_size, arguments, options, tuple(notes))
 
 
 #: Options that a checkpoint was to supply.
@@ -152,12 +156,16 @@ def _dangling_weights(arguments: Arguments) -> Iterator[str]:
             yield f"{field} {problem}"
 
 
-def _pipeline_problems(config: RunConfig, world_size: int) -> list[str]:
-    """What is wrong with the schedule, which is simulated."""
+def _schedule_problems(config: RunConfig, world_size: int) -> list[str]:
+    """What is wrong with the schedule, which is simulated where all that it rests on is right."""
+    if not can_be_scheduled(config, world_size):
+        return []
     try:
         pipeline = plan_pipeline(config)
         plan_split(config, pipeline)
         prove_pipeline(pipeline, microbatch_counts(config, world_size))
     except McoreError as error:
         return [str(error)]
+    except AtFaultError:
+        pass
     return []

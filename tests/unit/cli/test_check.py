@@ -37,17 +37,48 @@ def test_a_command_that_would_run(capsys):
 
 
 def test_every_problem_is_told_and_the_status_says_so(capsys):
+    """Model options at fault hide neither the batch's rule nor the schedule's."""
     words = [*COMMAND, "--num-attention-heads", "5", "--global-batch-size", "63"]
     status, shown = check(capsys, *words, "--world-size", "16", "--swiglu", "--openai-gelu")
     assert (status, shown.out) == (2, "")
     for fragment in (
         "--hidden-size (32) must be divisible by --num-attention-heads (5)",
+        "--num-attention-heads (5) must be divisible by --tensor-model-parallel-size (2)",
         "--swiglu and --openai-gelu exclude each other",
+        "--global-batch-size (63) must be a multiple of --micro-batch-size (2) x data-parallel "
+        "size (4)",
     ):
         assert fragment in shown.err
     status, shown = check(capsys, *words, "--world-size", "16", "--json")
     told = json.loads(shown.out)
-    assert (status, told["ok"], len(told["problems"])) == (2, False, 2)
+    assert (status, told["ok"], len(told["problems"])) == (2, False, 3)
+
+
+@pytest.mark.parametrize(
+    ("words", "fragments"),
+    [
+        ("--openai-gelu --swiglu --world-size 6", ["exclude each other", "(6)"]),
+        ("--hidden-dropout 2 --world-size 4 --pipeline-schedule 2f2b", ["is 2.0", "2f2b"]),
+        ("--num-layers 8.5 --world-size 4 --global-batch-size 63 --hidden-dropout 2",
+         ["'8.5'", "(63)", "is 2.0"]),
+        ("--hidden-dropout nan --world-size 6 --pipeline-schedule zb-h1 --zero-stage 2",
+         ["--hidden-dropout is nan", "(6)", "zb-h1"]),
+        ("--position-embedding-type rope --hidden-dropout 2 --rotary-percent 0.1 --world-size 4",
+         ["is 2.0", "rotary positions need an even number"]),
+        ("--save-interval 5 --load /dev/null --world-size 4",
+         ["--save-interval also needs", "--load /dev/null holds no checkpoint"]),
+        ("--train-samples 640 --lr 1e-5 --min-lr 1 --sequence-parallel --seq-length 15 "
+         "--world-size 4", ["--train-samples exclude", "--lr (1e-05)", "nearest: 14, 16"]),
+        ("--tokenizer-type ByteLevelTokenizer --vocab-size 100 --world-size 5",
+         ["--vocab-size is 100; use one of 257", "(5)"]),
+    ],
+)  # fmt: skip
+def test_an_option_at_fault_hides_no_other(capsys, words, fragments):
+    status, shown = check(capsys, *COMMAND, *words.split(), "--json")
+    problems = json.loads(shown.out)["problems"]
+    assert (status, len(problems)) == (2, len(fragments)), problems
+    for fragment in fragments:
+        assert sum(fragment in problem for problem in problems) == 1, (fragment, problems)
 
 
 def test_parameters_and_memory(capsys):

@@ -143,6 +143,8 @@ def test_the_command_line_itself_is_fine():
         (1, "--load nowhere", ["--load nowhere holds no checkpoint"]),
         (1, "--load nowhere --use-checkpoint-args --seed 0", ["nowhere", "--seed is 0"]),
         (1, "--metrics-jsonl /dev/null/r --seed 0", ["--metrics-jsonl /dev/null/r", "--seed is 0"]),
+        (1, "--log-interval 0 --tensorboard-dir /dev/null/t",
+         ["--log-interval is 0", "--tensorboard-dir /dev/null/t cannot be written"]),
         (1, "--tensorboard-dir /dev/null/t", ["--tensorboard-dir /dev/null/t cannot be written"]),
         (2, "--pipeline-model-parallel-size 2 --pipeline-schedule file:plan --seed 0",
          ["plan is not there", "--seed is 0"]),
