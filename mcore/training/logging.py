@@ -76,9 +76,13 @@ class RunLog:
         self._scalars: list[Scalars] = []
         if not self._is_writer:
             return
+        # A job that is started again after its end measures the finished model again.
+        is_finished = iteration == resolved.train_iters and not config.training.skip_train
         if self._config.metrics_jsonl is not None:
-            self._records = RecordFile(self._config.metrics_jsonl, iteration)
-        self._scalars = open_scalars(config, iteration)
+            self._records = RecordFile(
+                self._config.metrics_jsonl, iteration, measures_again=is_finished
+            )
+        self._scalars = open_scalars(config, iteration, measures_again=is_finished)
 
     def restart_clock(self) -> None:
         """Begin timing the next step now: what came before was not training."""

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
 from torch.utils.tensorboard import SummaryWriter
 
 from mcore.config.logging import LoggingConfig
@@ -44,13 +45,19 @@ class TensorBoard:
         directory: where the files go.
         iteration: finished iterations at the start.
         queue_size: points that are held back.
+        measures_again: the model of that iteration is measured once more, which gives the same
+            points: curves that have theirs get no second one.
 
     Raises:
         ConfigError: the directory cannot be written.
     """
 
-    def __init__(self, directory: str, iteration: int, queue_size: int) -> None:
+    def __init__(
+        self, directory: str, iteration: int, queue_size: int, *, measures_again: bool = False
+    ) -> None:
         self._directory, self._queue_size = directory, queue_size
+        drawn = _drawn_at(directory, iteration) if measures_again else []
+        self._drawn = {(name, iteration) for name in drawn}
         self._writer = self._open(directory, iteration + 1)
         self._by_samples: SummaryWriter | None = None
 
@@ -69,7 +76,8 @@ class TensorBoard:
     def add(self, values: Mapping[str, float], step: int) -> None:
         """See `Scalars`."""
         for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
+            if (name, step) not in self._drawn:
+                self._writer.add_scalar(name, value, step)
 
     def add_by_samples(self, values: Mapping[str, float], samples: int) -> None:
         """See `Scalars`; a folder of their own, since samples are no iterations to hide by."""
@@ -139,9 +147,9 @@ class WeightsAndBiases:
         self._run.finish()
 
 
-def missing_packages(options: LoggingConfig | None) -> Iterator[str]:
+def missing_packages(options: LoggingConfig) -> Iterator[str]:
     """A problem where Weights & Biases is asked for and its package is absent."""
-    if options is None or options.wandb_project is None:
+    if options.wandb_project is None:
         return
     if importlib.util.find_spec("wandb") is None:
         yield (
@@ -158,8 +166,27 @@ def tensorboard_directory(config: RunConfig) -> str | None:
     return None if save is None else str(Path(save) / "tensorboard")
 
 
-def open_scalars(config: RunConfig, iteration: int) -> list[Scalars]:
+def _drawn_at(directory: str, step: int) -> list[str]:
+    """Curves in a folder that have a point at a step."""
+    reader = EventAccumulator(directory, size_guidance={SCALARS: 0})
+    reader.Reload()
+    return [
+        name
+        for name in reader.Tags()[SCALARS]
+        if any(point.step == step for point in reader.Scalars(name))
+    ]
+
+
+def open_scalars(
+    config: RunConfig, iteration: int, *, measures_again: bool = False
+) -> list[Scalars]:
     """All curves that the options ask for.
+
+    Args:
+        config: the options.
+        iteration: finished iterations at the start.
+        measures_again: the run will measure the model of that iteration, whatever was measured
+            before.
 
     Raises:
         ConfigError: a directory that cannot be written.
@@ -167,7 +194,8 @@ def open_scalars(config: RunConfig, iteration: int) -> list[Scalars]:
     opened: list[Scalars] = []
     directory = tensorboard_directory(config)
     if directory is not None:
-        opened.append(TensorBoard(directory, iteration, config.logging.tensorboard_queue_size))
+        size = config.logging.tensorboard_queue_size
+        opened.append(TensorBoard(directory, iteration, size, measures_again=measures_again))
         get_logger().info("TensorBoard: tensorboard --logdir %s", directory)
     if config.logging.wandb_project is not None:
         opened.append(WeightsAndBiases(config, iteration))

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mcore.checkpoint import read_common, read_tensors
 from mcore.convert import save_model_state
@@ -259,6 +260,20 @@ def test_a_finished_run_has_nothing_to_do(corpus, copy):
     assert go_on(corpus, copy) == []
     assert sorted(path.name for path in copy.iterdir()) == before
     assert (copy / "iter_0000008").stat().st_mtime_ns == stamp
+
+
+def test_a_finished_run_that_is_started_again_tells_nothing_twice(corpus, copy):
+    """It measures the finished model again, which a kill may have prevented."""
+    log = copy / "records.jsonl"
+    measure = ("--eval-iters 1 --eval-interval 4", "--split 80,10,10")
+    first = go_on(corpus, copy, *measure, records=log)
+    assert {*first[-1]} - {*first[-2]} == {"test_lm_loss", "test_ppl"}
+    log.write_text("".join(f"{json.dumps(record)}\n" for record in first[:-1]))  # killed before
+    assert go_on(corpus, copy, *measure, records=log) == first
+    reader = EventAccumulator(str(copy / "tensorboard"))
+    reader.Reload()
+    for split in ("validation", "test"):
+        assert [point.step for point in reader.Scalars(f"lm loss {split}")] == [8]
 
 
 def test_a_checkpoint_beyond_the_end_is_refused(corpus, copy):

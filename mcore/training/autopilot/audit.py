@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, TextIO
 
 from mcore.errors import ConfigError
 from mcore.training.autopilot.alerts import Alerts
+from mcore.training.records import plain
 
 Event = dict[str, Any]
 
@@ -19,7 +18,7 @@ class AuditLog:
     """Appends events to a file and passes them on to the alert command; on one rank.
 
     An event is history: a rollback removes none, and a resumed run appends. Numbers that are not
-    finite are written as text (`"nan"`, `"inf"`), which JSON has no numbers for.
+    finite are written as text (`mcore.training.records.plain`).
 
     Args:
         path: the file; its directory is made if absent. None = no file.
@@ -49,7 +48,7 @@ class AuditLog:
             **details: JSON data.
         """
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        entry: Event = {"event": event, "time": now, **_plain(details)}
+        entry: Event = {"event": event, "time": now, **plain(details)}
         if self._file is not None:
             self._file.write(json.dumps(entry) + "\n")
             self._file.flush()
@@ -63,11 +62,3 @@ class AuditLog:
             self._file.close()
         if self._alerts is not None:
             self._alerts.close()
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

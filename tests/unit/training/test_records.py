@@ -1,4 +1,5 @@
 import json
+import math
 
 import pytest
 
@@ -24,6 +25,41 @@ def test_numbers_come_back_exactly(tmp_path):
         "learning_rate": 1e-300,
     }  # readable before the file is closed
     records.close()
+
+
+def test_every_line_is_json_whatever_the_numbers(tmp_path):
+    path = tmp_path / "records.jsonl"
+    records = RecordFile(str(path), 0)
+    numbers = [math.nan, math.inf, -math.inf, 0.5]
+    records.write({"iteration": 1, "lm_loss": math.nan, "norms": numbers, "of": {"x": math.inf}})
+    records.close()
+
+    def refuse(word):
+        raise AssertionError(f"{word} is no JSON")
+
+    record = json.loads(path.read_text(), parse_constant=refuse)
+    assert record == {
+        "iteration": 1, "lm_loss": "nan", "norms": ["nan", "inf", "-inf", 0.5], "of": {"x": "inf"},
+    }  # fmt: skip
+    assert math.isnan(float(record["lm_loss"]))
+    RecordFile(str(path), 1).close()  # a resumed run reads them
+    assert iterations(path) == [1]
+
+
+def test_what_is_measured_again_is_told_once(tmp_path):
+    """A job that is started again after its end measures the finished model again."""
+    path = tmp_path / "records.jsonl"
+    lines = [
+        {"iteration": 2, "valid_lm_loss": 5.0, "valid_ppl": 148.0},
+        {"iteration": 3, "lm_loss": 4.0},
+        {"iteration": 3, "valid_lm_loss": 4.5, "valid_ppl": 90.0, "valid_set": "a"},
+        {"iteration": 3, "test_lm_loss": 4.5, "test_ppl": 90.0},
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    RecordFile(str(path), 3).close()
+    assert [json.loads(line) for line in path.read_text().splitlines()] == lines
+    RecordFile(str(path), 3, measures_again=True).close()
+    assert [json.loads(line) for line in path.read_text().splitlines()] == lines[:2]
 
 
 @pytest.mark.parametrize(("start", "kept"), [(0, []), (2, [1, 2, 2]), (9, [1, 2, 2, 3, 4])])

@@ -50,6 +50,22 @@ def test_a_resumed_curve_has_each_point_once(tmp_path):
     ]  # fmt: skip
 
 
+def test_what_is_measured_again_is_drawn_once(tmp_path):
+    """A job that is started again after its end; the first one left before the test set."""
+    first = TensorBoard(str(tmp_path), 0, 10)
+    for step in (1, 2):
+        first.add({"lm loss": float(step)}, step)
+    first.add({"lm loss validation": 2.5}, 2)
+    first.close()
+    again = TensorBoard(str(tmp_path), 2, 10, measures_again=True)
+    again.add({"lm loss validation": 2.5}, 2)
+    again.add({"lm loss test": 3.5}, 2)
+    again.close()
+    assert points(tmp_path, "lm loss") == [(1, 1.0), (2, 2.0)]
+    assert points(tmp_path, "lm loss validation") == [(2, 2.5)]
+    assert points(tmp_path, "lm loss test") == [(2, 3.5)]
+
+
 def test_the_save_root_is_the_default_place(tmp_path):
     (sink,) = open_scalars(config(save=str(tmp_path)), 0)
     sink.close()
