@@ -10,6 +10,7 @@ from mcore.config.fields import below, flag, not_one_of, refuse
 from mcore.errors import ConfigError
 
 DecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"]
+WarmupStyle = Literal["linear", "log"]
 WsdDecayStyle = Literal["linear", "cosine", "exponential", "minus_sqrt"]
 WeightDecayIncrStyle = Literal["constant", "linear", "cosine"]
 
@@ -17,6 +18,7 @@ WeightDecayIncrStyle = Literal["constant", "linear", "cosine"]
 StateDtype = Literal["fp32", "bf16", "fp16", "fp8"]
 
 DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
+WARMUP_STYLES = ("linear", "log")
 WSD_DECAY_STYLES = ("linear", "cosine", "exponential", "minus_sqrt")
 WEIGHT_DECAY_INCR_STYLES = ("constant", "linear", "cosine")
 
@@ -230,10 +232,15 @@ class SchedulerConfig:
         None, help="Samples over which the learning rate decays; the training length by default."
     )
     lr_warmup_fraction: float | None = flag(
-        None, help="Part of the decay length that is linear warmup; excludes the other two lengths."
+        None, help="Part of the decay length that is warmup; excludes the other two lengths."
     )
-    lr_warmup_iters: int = flag(0, help="Iterations of linear warmup.")
-    lr_warmup_samples: int = flag(0, help="Samples of linear warmup.")
+    lr_warmup_iters: int = flag(0, help="Iterations of warmup.")
+    lr_warmup_samples: int = flag(0, help="Samples of warmup.")
+    lr_warmup_style: WarmupStyle = flag(
+        "linear",
+        help="Curve of the warmup. log, DeepSpeed's: at iteration i (from 0) of n the part "
+        "log(i + 1) / log(n) of the way.",
+    )
     lr_warmup_init: float = flag(0.0, help="Learning rate at step 0 of the warmup.")
     lr_wsd_decay_style: WsdDecayStyle = flag("exponential", help="Curve of WSD's final decay.")
     lr_wsd_decay_iters: int | None = flag(None, help="Iterations of WSD's final decay.")
@@ -263,6 +270,7 @@ class SchedulerConfig:
 
     def _problems(self) -> Iterator[str]:
         yield from not_one_of(self.lr_decay_style, DECAY_STYLES, "lr_decay_style")
+        yield from not_one_of(self.lr_warmup_style, WARMUP_STYLES, "lr_warmup_style")
         yield from not_one_of(self.lr_wsd_decay_style, WSD_DECAY_STYLES, "lr_wsd_decay_style")
         yield from not_one_of(
             self.weight_decay_incr_style, WEIGHT_DECAY_INCR_STYLES, "weight_decay_incr_style"

@@ -91,12 +91,9 @@ def take_scheduler(translation: Translation, path: str, block: Mapping[str, Any]
         return
     style, rules, build = _SCHEDULERS[name]
     translation.set(f"{path}.type", "scheduler", "lr_decay_style", style)
-    if params.get("warmup_type", "log") == "log":
-        translation.refuse(
-            f"{path}.params.warmup_type",
-            "log, DeepSpeed's default" if "warmup_type" not in params else "log",
-            'the warmup is a straight line here: write "linear"',
-        )
+    curve = params.get("warmup_type", "log")
+    if curve in ("linear", "log"):  # another one is refused by its rule
+        translation.set(f"{path}.params.warmup_type", "scheduler", "lr_warmup_style", curve)
     apply_rules(translation, f"{path}.params", params, rules)
     build(translation, f"{path}.params", params)
     translation.open(
@@ -134,7 +131,7 @@ def _ratios(translation: Translation, path: str, params: Mapping[str, Any]) -> N
 
 _WARMUP: Mapping[str, Rule] = {
     "warmup_num_steps": option("scheduler", "lr_warmup_iters", whole),
-    "warmup_type": only("linear", "log", otherwise='write "linear"'),
+    "warmup_type": only("linear", "log", otherwise='write "linear" or "log"'),
     "last_batch_iteration": only(-1, otherwise="a run continues by --load; drop it"),
 }
 _FROM_TO: Mapping[str, Rule] = {

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from mcore.config.fields import choose
 from mcore.config.optimizer import (
     DECAY_STYLES,
+    WARMUP_STYLES,
     WEIGHT_DECAY_INCR_STYLES,
     WSD_DECAY_STYLES,
     OptimizerConfig,
@@ -37,6 +38,8 @@ _SCHEDULE_KEYS: tuple[tuple[str, ...], ...] = (
     ("init_lr",),
     ("wsd_decay_steps",),
     ("lr_wsd_decay_style",),
+    ("lr_warmup_style",),
+    ("iteration_steps",),
 )
 
 
@@ -71,7 +74,8 @@ class OptimizerParamScheduler:
 
     With s the step (samples so far), w the warmup, D the decay length (warmup included):
 
-        s <= w                 init_lr + (max_lr - init_lr) s/w
+        s <= w                 init_lr + (max_lr - init_lr) s/w, or with a logarithmic warmup
+                               log(i + 1)/log(n) for s/w, at iteration i = s/B of n = w/B
         constant               max_lr
         s > D                  min_lr
         inverse-square-root    max(min_lr, max_lr sqrt(w/s)), w and s at least 1
@@ -97,6 +101,8 @@ class OptimizerParamScheduler:
         override_opt_param_scheduler: `load_state_dict` keeps this schedule.
         wsd_decay_steps: samples of WSD's final decay.
         lr_wsd_decay_style: linear, cosine, exponential or minus_sqrt.
+        lr_warmup_style: linear or log.
+        iteration_steps: samples of an iteration (B), which a logarithmic warmup counts.
 
     Raises:
         ConfigError: values that define no schedule.
@@ -119,6 +125,9 @@ class OptimizerParamScheduler:
         override_opt_param_scheduler: bool = False,
         wsd_decay_steps: float | None = None,
         lr_wsd_decay_style: str | None = None,
+        *,
+        lr_warmup_style: str = "linear",
+        iteration_steps: int = 1,
     ) -> None:
         self.optimizer = optimizer
         self.init_lr = init_lr
@@ -129,6 +138,8 @@ class OptimizerParamScheduler:
         self.lr_decay_style = lr_decay_style
         self.wsd_decay_steps = wsd_decay_steps
         self.lr_wsd_decay_style = lr_wsd_decay_style
+        self.lr_warmup_style = lr_warmup_style
+        self.iteration_steps = iteration_steps
         self.start_wd = start_wd
         self.end_wd = end_wd
         self.wd_incr_steps = wd_incr_steps
@@ -151,6 +162,7 @@ class OptimizerParamScheduler:
 
     def _check_lr(self) -> None:
         choose(self.lr_decay_style, DECAY_STYLES, "lr_decay_style")
+        choose(self.lr_warmup_style, WARMUP_STYLES, "lr_warmup_style")
         if not 0.0 <= self.min_lr <= self.max_lr or self.init_lr > self.max_lr:
             raise ConfigError(
                 f"learning rates must satisfy 0 <= min_lr ({self.min_lr}) <= max_lr "
@@ -188,7 +200,7 @@ class OptimizerParamScheduler:
         min_lr: float = param_group.get("min_lr", self.min_lr)
         step, warmup = self.num_steps, self.lr_warmup_steps
         if warmup > 0 and step <= warmup:
-            return self.init_lr + (max_lr - self.init_lr) * float(step) / float(warmup)
+            return self.init_lr + (max_lr - self.init_lr) * self._warmed_up()
         if self.lr_decay_style == "constant":
             return max_lr
         if step > self.lr_decay_steps:
@@ -196,6 +208,14 @@ class OptimizerParamScheduler:
         if self.lr_decay_style == "inverse-square-root":
             return max(min_lr, max_lr * max(warmup, 1) ** 0.5 / max(step, 1) ** 0.5)
         return min_lr + self._lr_coefficient() * (max_lr - min_lr)
+
+    def _warmed_up(self) -> float:
+        """Part of the way from the initial to the highest rate."""
+        step, warmup = self.num_steps, self.lr_warmup_steps
+        if self.lr_warmup_style == "linear":
+            return float(step) / float(warmup)
+        length = max(2.0, warmup / self.iteration_steps)
+        return min(1.0, math.log(step / self.iteration_steps + 1.0) / math.log(length))
 
     def _lr_coefficient(self) -> float:
         if self.lr_decay_style != "WSD":
@@ -235,8 +255,9 @@ class OptimizerParamScheduler:
             group["weight_decay"] = self.get_wd(group) * group.get("wd_mult", 1.0)
 
     def state_dict(self) -> dict[str, Any]:
-        """The step and what defines the schedule, under Megatron's keys and three more."""
+        """The step and what defines the schedule, under Megatron's keys and five more."""
         is_wsd = self.lr_decay_style == "WSD"
+        is_log = self.lr_warmup_style == "log"
         return {
             "init_lr": self.init_lr,
             "max_lr": self.max_lr,
@@ -251,6 +272,8 @@ class OptimizerParamScheduler:
             "wd_incr_steps": self.wd_incr_steps,
             "wsd_decay_steps": self.wsd_decay_steps if is_wsd else None,
             "lr_wsd_decay_style": self.lr_wsd_decay_style if is_wsd else None,
+            "lr_warmup_style": self.lr_warmup_style,
+            "iteration_steps": self.iteration_steps if is_log else 1,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -322,6 +345,8 @@ def get_optimizer_param_scheduler(
         override_opt_param_scheduler=schedule.override_opt_param_scheduler,
         wsd_decay_steps=steps.wsd_decay_steps,
         lr_wsd_decay_style=schedule.lr_wsd_decay_style,
+        lr_warmup_style=schedule.lr_warmup_style,
+        iteration_steps=global_batch_size if schedule.lr_warmup_style == "log" else 1,
     )
 
 

@@ -109,6 +109,7 @@ PROBES = [
     ("--lr-warmup-iters 2", "learning_rate", ""),
     ("--lr-warmup-samples 8", "learning_rate", SAMPLES),
     ("--lr-warmup-init 1e-3", "learning_rate", ""),
+    ("--lr-warmup-style log", "learning_rate", "--lr-warmup-iters 2"),
     ("--lr-wsd-decay-style linear", "learning_rate", "--lr-decay-style WSD --lr-wsd-decay-iters 2"),
     ("--lr-wsd-decay-iters 1", "learning_rate", "--lr-decay-style WSD --lr-wsd-decay-iters 2"),
     (

@@ -3,7 +3,7 @@
 `golden/deepspeed_settings.json`: `batch` has rows of (data-parallel size, `train_batch_size`,
 `train_micro_batch_size_per_gpu`, `gradient_accumulation_steps`, what `DeepSpeedConfig` makes of
 them or null for an error); `rates` has the learning rate of each iteration, read before the step,
-of its schedulers over torch's SGD with lr 1e-3.
+of its schedulers over torch's SGD with lr 1e-3; `log_rates` those of its default warmup.
 """
 
 import json
@@ -39,21 +39,21 @@ class _Groups:
         self.param_groups = [{}]
 
 
-def rates(name, tmp_path):
+def rates(name, tmp_path, kind="rates", batch=1):
     path = tmp_path / "ds.json"
     path.write_text(
-        json.dumps({"scheduler": {"type": name, "params": GOLDEN["rates"][name]["params"]}})
+        json.dumps({"scheduler": {"type": name, "params": GOLDEN[kind][name]["params"]}})
     )
     line = f"{MODEL} --deepspeed_config {path}"
     config = settle_options(read(line.split()), 1).config
     groups = _Groups()
     schedule = get_optimizer_param_scheduler(
-        groups, config.optimizer, config.scheduler, global_batch_size=1, train_iters=20
+        groups, config.optimizer, config.scheduler, global_batch_size=batch, train_iters=20
     )
     found = []
     for _ in range(20):
         found.append(groups.param_groups[0]["lr"])
-        schedule.step(1)
+        schedule.step(batch)
     return found
 
 
@@ -69,3 +69,17 @@ def test_the_cosine_is_deepspeeds_of_the_same_iteration(tmp_path):
     theirs, ours = GOLDEN["rates"]["WarmupCosineLR"]["rates"], rates("WarmupCosineLR", tmp_path)
     assert ours[:5] == pytest.approx(theirs[1:6], abs=1e-15)
     assert ours[6:] == pytest.approx(theirs[6:], abs=1e-15)
+
+
+@pytest.mark.parametrize("batch", [1, 12])
+@pytest.mark.parametrize("name", ["WarmupLR", "WarmupDecayLR", "WarmupCosineLR"])
+def test_a_logarithmic_warmup_is_deepspeeds(name, batch, tmp_path):
+    """Its default. The cosine's decay begins one step ahead."""
+    golden = GOLDEN["log_rates"][name]
+    theirs, ours = golden["rates"], rates(name, tmp_path, "log_rates", batch)
+    warmup = golden["params"]["warmup_num_steps"]
+    last = warmup if name == "WarmupCosineLR" else 19
+    assert ours[:last] == pytest.approx(theirs[1 : last + 1], abs=1e-15)
+    assert max(ours[: warmup + 1]) == pytest.approx(1e-3, abs=1e-15)
+    if name == "WarmupCosineLR":
+        assert ours[warmup + 1 :] == pytest.approx(theirs[warmup + 1 :], abs=1e-15)
