@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,14 @@ import torch
 from mcore.device import device_name
 from mcore.errors import McoreError
 from mcore.selftest import SelfTest
-from mcore.training.initialize import Launch, join_world, leave_now, leave_world, read_launch
+from mcore.training.initialize import (
+    Launch,
+    host_group,
+    join_world,
+    leave_now,
+    leave_world,
+    read_launch,
+)
 
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -59,6 +67,7 @@ def run(args: argparse.Namespace) -> int:
         launch.world_size,
         world.device,
         message_bytes=int((args.message_megabytes or default) * 1e6),
+        host=None if world.backend == "gloo" else host_group(args.timeout_minutes),
     )
     printer = _Printer(launch, is_quiet=args.json)
     machines = sorted(set(test.gather(socket.gethostname())))
@@ -157,15 +166,18 @@ def _checkpoint(
         return
     if shared is not None:
         Path(shared).mkdir(parents=True, exist_ok=True)
-    made = None
-    if test.rank == 0:
-        made = tempfile.TemporaryDirectory(prefix="mcore-selftest-", dir=shared)
-    folder = test.gather(None if made is None else made.name)[0]
-    for trip in test.round_trips(Path(folder)):
-        cells = [f"{trip.loss:.1e}", f"{trip.norm:.1e}", _result(trip.passed)]
-        printer.row(section, [trip.saved, trip.layout, *cells])
-    if made is not None:
-        made.cleanup()
+    with _own_folder(shared) if test.rank == 0 else nullcontext() as made:
+        folder = test.gather(made)[0]
+        for trip in test.round_trips(Path(folder)):
+            cells = [f"{trip.loss:.1e}", f"{trip.norm:.1e}", _result(trip.passed)]
+            printer.row(section, [trip.saved, trip.layout, *cells])
+
+
+def _own_folder(shared: str | None) -> tempfile.TemporaryDirectory[str]:
+    """A folder that is taken away at the end; after a failure others may still write to it."""
+    return tempfile.TemporaryDirectory(
+        prefix="mcore-selftest-", dir=shared, ignore_cleanup_errors=True
+    )
 
 
 def _result(passed: bool) -> str:

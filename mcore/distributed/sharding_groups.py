@@ -10,6 +10,7 @@ import torch.distributed as dist
 from mcore.errors import ConfigError
 from mcore.topology.context import ParallelContext
 from mcore.topology.group import Group
+from mcore.topology.rank_layout import RankLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,17 +51,30 @@ def build_sharding_groups(
         )
     if instances == 1:
         return ShardingGroups(whole, whole, Group.single("dp-replica", context.rank))
-    size = whole.size // instances
-    shards, replicas = [], []
-    for ranks in context.layout.groups("dp-cp"):
-        runs = [tuple(ranks[i : i + size]) for i in range(0, whole.size, size)]
-        shards += runs
-        replicas += list(zip(*runs, strict=True))
+    shards, replicas = shards_and_replicas(context.layout, instances)
     return ShardingGroups(
         whole,
         _member("dp-shard", shards, context, timeout),
         _member("dp-replica", replicas, context, timeout),
     )
+
+
+def shards_and_replicas(
+    layout: RankLayout, instances: int
+) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    """Ranks of the groups that share out one copy, and of those that hold the same shard.
+
+    Args:
+        layout: of all ranks.
+        instances: copies of the optimizer state; it divides the data-parallel ranks.
+    """
+    shards, replicas = [], []
+    for ranks in layout.groups("dp-cp"):
+        size = len(ranks) // instances
+        runs = [tuple(ranks[i : i + size]) for i in range(0, len(ranks), size)]
+        shards += runs
+        replicas += list(zip(*runs, strict=True))
+    return shards, replicas
 
 
 def _member(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 
 from mcore import parallel_state
 from mcore.checkpoint import find_checkpoint, verify
+from mcore.distributed.sharding_groups import build_sharding_groups, shards_and_replicas
 from mcore.selftest.bandwidth import measure
 from mcore.selftest.collective_checks import check_group
 from mcore.selftest.layouts import (
@@ -26,12 +29,22 @@ from mcore.selftest.layouts import (
 from mcore.selftest.tiny_training import Step, TinyTraining
 from mcore.topology.collectives import all_gather_object
 from mcore.topology.context import ParallelContext
+from mcore.topology.group import Group
 from mcore.training import checkpointing
 from mcore.training.checkpoint_writer import CheckpointWriter
 from mcore.training.step import settle
 
 #: Kinds of groups that training communicates in: attribute of the context -> axes.
 _KINDS = {"tp": "tp", "pp": "pp", "dp": "dp", "mp": "tp-pp", "tp_dp_cp": "tp-dp-cp"}
+
+#: Copies of the optimizer state with which the groups of hybrid sharding are tried.
+_INSTANCES = 2
+
+#: All groups of a kind, by their ranks.
+_Partition = tuple[tuple[int, ...], ...]
+
+#: What a kind is called, all its groups, and what gives this rank's, if it is in one.
+_Kind = tuple[str, _Partition, Callable[[], Group | None]]
 
 _STEPS_BEFORE_SAVE, _STEPS_AFTER_SAVE = 2, 2
 
@@ -96,6 +109,23 @@ def _initialized(layout: Layout) -> Iterator[ParallelContext]:
         parallel_state.destroy_model_parallel()
 
 
+def _usual_groups(ctx: ParallelContext) -> Iterator[_Kind]:
+    """The groups of the axes, and first with last stage of each pipeline."""
+    for field, axes in _KINDS.items():
+        yield axes, tuple(ctx.layout.groups(axes)), partial(getattr, ctx, field)
+    pipelines = ctx.layout.groups("pp")
+    ends = tuple(dict.fromkeys(ctx.layout.embedding_group_of(ranks[0]) for ranks in pipelines))
+    yield "embedding", ends, lambda: ctx.embd
+
+
+def _hybrid_groups(ctx: ParallelContext) -> Iterator[_Kind]:
+    """What hybrid sharding makes of the data-parallel ranks."""
+    made = functools.cache(lambda: build_sharding_groups(ctx, _INSTANCES))
+    shards, replicas = shards_and_replicas(ctx.layout, _INSTANCES)
+    yield "dp-shard", tuple(shards), lambda: made().shard
+    yield "dp-replica", tuple(replicas), lambda: made().replica
+
+
 class SelfTest:
     """Everything that is tested; torch.distributed is initialised, model parallelism is not.
 
@@ -103,12 +133,21 @@ class SelfTest:
         world_size: ranks.
         device: where tensors live.
         message_bytes: size of the messages whose bandwidth is measured.
+        host: all ranks over gloo, where the device has another backend.
 
     Attributes:
         faults: what went wrong so far, in words; the same on all ranks if messages arrive.
     """
 
-    def __init__(self, world_size: int, device: torch.device, *, message_bytes: int) -> None:
+    def __init__(
+        self,
+        world_size: int,
+        device: torch.device,
+        *,
+        message_bytes: int,
+        host: Group | None = None,
+    ) -> None:
+        self._host = host
         self.world_size, self.message_bytes = world_size, message_bytes
         self.faults: list[str] = []
         self._device = device
@@ -123,26 +162,39 @@ class SelfTest:
 
     def collectives(self) -> Iterator[CheckedGroups]:
         """Check and time every kind of group of every layout, each partition of the ranks once."""
-        seen = set()
-        for layout in fitting_layouts(self.world_size):
+        seen: set[_Partition] = set()
+        layouts = fitting_layouts(self.world_size)
+        copies = [layout for layout in layouts if self._can_be_hybrid(layout)]
+        for layout, find in [
+            *((layout, _usual_groups) for layout in layouts),
+            *((layout, _hybrid_groups) for layout in copies),
+        ]:
             with _initialized(layout) as ctx:
-                for field, axes in _KINDS.items():
-                    partition = tuple(ctx.layout.groups(axes))
+                for kind, partition, group in find(ctx):
                     if partition in seen or len(partition[0]) == 1:
                         continue
                     seen.add(partition)
-                    yield self._check_groups(layout, getattr(ctx, field), axes)
+                    where = layout.name(self.world_size)
+                    yield self._check_groups(where, kind, group(), self._device)
+        if self._host is not None and self._host.size > 1:
+            yield self._check_groups("hosts", "gloo", self._host, torch.device("cpu"))
 
-    def _check_groups(self, layout: Layout, group: Any, axes: str) -> CheckedGroups:
-        count, own = check_group(group, self._device)
+    def _can_be_hybrid(self, layout: Layout) -> bool:
+        dp = self.world_size // (layout.tp * layout.pp)
+        return dp > _INSTANCES and dp % _INSTANCES == 0
+
+    def _check_groups(
+        self, where: str, kind: str, group: Group | None, device: torch.device
+    ) -> CheckedGroups:
+        """Check the groups of a kind; `group` is this rank's, if it is in one."""
+        count, own = (0, []) if group is None else check_group(group, device)
         passed = self._agree(own)
-        speeds = self.gather(measure(group, self._device, self.message_bytes))
-        names = speeds[0].gigabytes_per_second
-        slowest = {
-            name: min(speed.gigabytes_per_second[name] for speed in speeds) for name in names
-        }
-        name = layout.name(self.world_size)
-        return CheckedGroups(name, axes, group.size, count, passed, slowest)
+        speed = None if group is None else measure(group, device, self.message_bytes)
+        size = 0 if group is None else group.size
+        counts, sizes, all_speeds = zip(*self.gather((count, size, speed)), strict=True)
+        speeds = [speed.gigabytes_per_second for speed in all_speeds if speed is not None]
+        slowest = {name: min(speed[name] for speed in speeds) for name in speeds[0]}
+        return CheckedGroups(where, kind, max(sizes), max(counts), passed, slowest)
 
     def layouts(self) -> Iterator[Compared]:
         """Train at every layout and compare with one rank that computes everything alone."""

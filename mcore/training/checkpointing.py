@@ -47,6 +47,7 @@ def save(
         "consumed_train_samples": state.consumed_train_samples,
         "skipped_iterations": state.skipped_iterations,
         "skipped_train_samples": state.skipped_train_samples,
+        "passed_over_samples": state.passed_over_samples,
         "autopilot": state.autopilot,
         "data_segments": state.data_segments,
         "evaluation_is_owed": state.evaluation_is_owed,
@@ -268,6 +269,7 @@ def _load_from(directory: Path, state: TrainState, config: RunConfig, ctx: Paral
     state.consumed_train_samples = common["consumed_train_samples"]
     state.skipped_iterations = common.get("skipped_iterations", 0)
     state.skipped_train_samples = common.get("skipped_train_samples", 0)
+    state.passed_over_samples = common.get("passed_over_samples", 0)
     state.autopilot = common.get("autopilot", {})
     state.data_segments = common.get("data_segments", [])
     state.evaluation_is_owed = common.get("evaluation_is_owed", False)

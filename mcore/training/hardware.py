@@ -11,6 +11,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from mcore.log import get_logger
+
 _GIB = 2.0**30
 _SECTOR_BYTES = 512  # /proc/diskstats counts in these, whatever the disk
 #: A kernel, or what stands for one in a container, may lack a file or write it otherwise.
@@ -125,16 +127,24 @@ def rates(last: Counters, now: Counters) -> dict[str, float]:
     return values
 
 
-def find_nvml() -> ModuleType | None:
-    """NVIDIA's management library (`nvidia-ml-py`), ready for use; None where there is none."""
+def find_nvml(*, is_expected: bool = False) -> ModuleType | None:
+    """NVIDIA's management library (`nvidia-ml-py`), ready for use; None where there is none.
+
+    Args:
+        is_expected: there are GPUs: say why there is none.
+    """
     try:
         nvml = importlib.import_module("pynvml")
         nvml.nvmlInit()
     except ImportError:
-        return None
-    except Exception:  # noqa: BLE001  (the library's errors have no common base but this)
-        return None
-    return nvml
+        reason = "nvidia-ml-py is not installed (pip install 'mcore[gpu]')"
+    except Exception as error:  # noqa: BLE001  (the library's errors have no common base but this)
+        reason = f"NVML does not start: {error}"
+    else:
+        return nvml
+    if is_expected:
+        get_logger().info("the use of GPUs is not told: %s", reason)
+    return None
 
 
 def gpu_use(nvml: ModuleType | Any | None) -> dict[str, float]:

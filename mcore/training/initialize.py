@@ -190,11 +190,11 @@ def initialize(config: RunConfig, launch: Launch) -> Runtime:
         get_logger().info("pipeline schedule: %s", pipeline.schedule.name)
     for option in options_without_effect(config):
         warn_ignored(option, "there is one pipeline rank")
-    return Runtime(ctx, device, world.is_owned, pipeline, _host_group(minutes))
+    return Runtime(ctx, device, world.is_owned, pipeline, host_group(minutes))
 
 
-def _host_group(minutes: int) -> Group:
-    """All ranks over gloo. Collective."""
+def host_group(minutes: int) -> Group:
+    """All ranks over gloo, whatever the device communicates through. Collective."""
     if not dist.is_initialized():
         return Group.single("host")
     ranks = tuple(range(dist.get_world_size()))

@@ -44,7 +44,8 @@ class Reports:
         self._gathers_hardware = draws or self._options.log_hardware
         self._meter: HardwareMeter | None = None
         if self._gathers_hardware and hosts.index(self._host) == rank:
-            self._meter = HardwareMeter(nvml=find_nvml())
+            has_gpu = runtime.device.type == "cuda"
+            self._meter = HardwareMeter(nvml=find_nvml(is_expected=has_gpu))
 
     def interval(self, iteration: int, steps: int) -> dict[str, float]:
         """Write the reports of a log line. Collective.
@@ -144,7 +145,8 @@ class Reports:
         ]
         if self._tokens_per_sample is not None:
             parts.append(f"tokens: {samples * self._tokens_per_sample}")
-            parts.append(f"floating-point operations: {samples * flops_per_sample:.6e}")
+            computed = samples - state.passed_over_samples
+            parts.append(f"floating-point operations: {computed * flops_per_sample:.6e}")
         line = "\t".join(parts) + "\n"
         with Path(self._save, _PROGRESS).open("a", encoding="utf-8") as file:
             file.write(line)

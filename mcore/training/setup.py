@@ -94,6 +94,7 @@ class TrainState:
         skipped_iterations: iterations without an update: a gradient was not finite, or the update
             was vetoed, or the data was passed over.
         skipped_train_samples: consumed samples of those iterations.
+        passed_over_samples: consumed samples that nothing was computed for.
         unsettled: the last update, until `step.settle` has looked at it.
         data_segments: weights and cursors of a stable blend so far (`StableBlend.restore`).
         autopilot: what the stability autopilot keeps in checkpoints, plain data.
@@ -108,6 +109,7 @@ class TrainState:
     consumed_train_samples: int = 0
     skipped_iterations: int = 0
     skipped_train_samples: int = 0
+    passed_over_samples: int = 0
     unsettled: UnsettledUpdate | None = None
     data_segments: list[dict[str, Any]] = field(default_factory=list)
     autopilot: dict[str, Any] = field(default_factory=dict)

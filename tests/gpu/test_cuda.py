@@ -5,6 +5,7 @@ They have not run yet (`docs/verified.md`).
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 
 from mcore import device
 from mcore.device import HostTransfer, host_copy
+from mcore.training.hardware import find_nvml
 from tests.equivalence.program import (
     largest_difference,
     largest_relative_difference,
@@ -113,6 +115,27 @@ def test_a_wide_sum_takes_a_product_without_rounding_it(gpu, dtype):
     assert taken < left.shape[0] * right.shape[1] * dtype.itemsize
     wanted = 1.0 + left.double() @ right.double()
     torch.testing.assert_close(total.double(), wanted, rtol=0, atol=1e-3)
+
+
+def test_profile_memory_history_and_hardware(corpus, tmp_path, capsys):
+    """Kernels in the trace, allocations in the history, and what NVML says of the GPU."""
+    snapshot = tmp_path / "memory.pickle"
+    watch = "--log-hardware --log-interval 1 --profile --use-pytorch-profiler"
+    steps = "--profile-step-start 1 --profile-step-end 3 --record-memory-history"
+    places = f"--tensorboard-dir {tmp_path} --memory-snapshot-path {snapshot}"
+    train(command(corpus, 4, watch, steps, places), device="cuda")
+    (trace,) = tmp_path.glob("*.pt.trace.json")
+    assert trace.name == "rank0.iterations2-3.pt.trace.json"
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert any(event.get("cat") == "kernel" for event in events)
+    # Torch's own pickle of plain containers, written a moment ago.
+    history = pickle.loads((tmp_path / "memory.rank0.pickle").read_bytes())
+    assert sum(map(len, history["device_traces"])) > 0
+    use = [line for line in capsys.readouterr().out.splitlines() if "use of " in line]
+    if find_nvml() is None:
+        pytest.skip("NVML is not there; the rest has passed")
+    assert len(use) == 4
+    assert all("gpu 0 " in line and " GiB" in line for line in use)
 
 
 def test_overlap_on_streams_changes_no_bit(corpus, tmp_path):

@@ -1,17 +1,23 @@
 """The self-test passes on a healthy machine, and sees what is wrong on a sick one."""
 
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from mcore.cli.selftest import _checkpoint, _Printer
+from mcore.errors import CheckpointError
 from mcore.selftest import SelfTest, collective_checks, selftest
 from mcore.selftest.layouts import fitting_layouts
 from mcore.selftest.tiny_training import TinyTraining
 from mcore.testing import run_distributed
 from mcore.topology.collectives import all_reduce
+from mcore.topology.rank_layout import RankLayout
+from mcore.training.initialize import Launch, host_group
 
 CPU = torch.device("cpu")
 
@@ -30,8 +36,11 @@ def test_a_healthy_machine(tmp_path):
         assert faults == []
         rows = [*groups, *compared, *trips]
         assert all(row.passed for row in rows)
-        # Each partition of the ranks once: those of tp 4 are those of dp 4, of pp 2 those of dp 2.
-        assert {(found.group, found.size) for found in groups} == {("dp", 4), ("tp", 2), ("dp", 2)}
+        # Each partition of the ranks once: those of tp 4 are those of dp 4, of pp 2 those of dp 2,
+        # and those of hybrid sharding those of tp 2 with dp 2.
+        assert {(found.group, found.size) for found in groups} == {
+            ("dp", 4), ("tp", 2), ("dp", 2), ("embedding", 2),
+        }  # fmt: skip
         assert min(found.checks for found in groups) > 80
         assert all(min(found.slowest.values()) > 0 for found in groups)
         names = [row.layout for row in compared]
@@ -67,6 +76,36 @@ def test_a_wrong_collective_is_named_on_every_rank():
         assert not any(passed)
         assert "all_reduce (sum) of float32 on group" in faults[0]
         assert "seen by rank 1: 1 of 262150 elements are wrong; the first, element 777" in faults[0]
+
+
+def run_collectives_with_hosts():
+    """As on GPUs, where the hosts have a backend of their own."""
+    test = SelfTest(dist.get_world_size(), CPU, message_bytes=1000, host=host_group(1))
+    return [(found.layout, found.group, found.size) for found in test.collectives()], test.faults
+
+
+@pytest.mark.dist
+def test_hosts_are_checked_too():
+    for groups, faults in run_distributed(run_collectives_with_hosts, 2):
+        assert (groups, faults) == ([("dp2", "dp", 2), ("hosts", "gloo", 2)], [])
+
+
+@pytest.mark.parametrize(
+    ("world_size", "tp", "pp", "wanted"),
+    [
+        (8, 2, 1, {"dp-shard": ((0, 2), (4, 6), (1, 3), (5, 7)),
+                   "dp-replica": ((0, 4), (2, 6), (1, 5), (3, 7))}),
+        (8, 1, 4, {"embedding": ((0, 6), (1, 7))}),
+    ],
+)  # fmt: skip
+def test_groups_beside_the_axes(world_size, tp, pp, wanted):
+    """Of Megatron's published order: tensor fastest, then data, then pipeline."""
+    layout = RankLayout(tp=tp, pp=pp, dp=world_size // tp // pp)
+    ctx = SimpleNamespace(layout=layout)
+    found = {**{kind: ranks for kind, ranks, _ in selftest._usual_groups(ctx)},
+             **{kind: ranks for kind, ranks, _ in selftest._hybrid_groups(ctx)}}  # fmt: skip
+    for kind, ranks in wanted.items():
+        assert found[kind] == ranks
 
 
 class Sick(TinyTraining):
@@ -125,3 +164,17 @@ def test_sums_of_the_checks_are_exact(size, dtype):
         total = total + other
     assert torch.equal(total.double(), exact)
     assert 0 < exact.max() <= 256
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_nothing_is_left_in_the_shared_folder(tmp_path, fails):
+    def round_trips(folder):
+        (folder / "iter_0000001").mkdir()
+        if fails:
+            raise CheckpointError("damaged")
+        return []
+
+    test = SimpleNamespace(rank=0, gather=lambda item: [item], round_trips=round_trips)
+    with pytest.raises(CheckpointError) if fails else nullcontext():
+        _checkpoint(test, _Printer(Launch(0, 1, 0), is_quiet=True), str(tmp_path), 2)
+    assert list(tmp_path.iterdir()) == []

@@ -1,8 +1,17 @@
+import sys
 from types import SimpleNamespace
 
 import pytest
 
-from mcore.training.hardware import HardwareMeter, describe, gpu_use, process_memory, rates
+from mcore.log import get_logger
+from mcore.training.hardware import (
+    HardwareMeter,
+    describe,
+    find_nvml,
+    gpu_use,
+    process_memory,
+    rates,
+)
 
 DEV = """Inter-|   Receive                            |  Transmit
  face |bytes packets errs drop fifo frame compressed multicast|bytes packets
@@ -73,6 +82,23 @@ def test_gpus():
         "use of node: gpu 0 90 %, 1.0 of 80.0 GiB; gpu 1 91 %, 2.0 of 80.0 GiB"
     )
     assert gpu_use(None) == {}
+
+
+def broken():
+    raise RuntimeError("driver not loaded")
+
+
+@pytest.mark.parametrize(
+    ("module", "told"),
+    [(None, "pip install 'mcore[gpu]'"), (SimpleNamespace(nvmlInit=broken), "driver not loaded")],
+)
+def test_a_missing_library_is_told_where_there_are_gpus(monkeypatch, caplog, module, told):
+    monkeypatch.setitem(sys.modules, "pynvml", module)
+    with caplog.at_level("INFO", get_logger().name):
+        assert find_nvml() is None
+        assert caplog.text == ""
+        assert find_nvml(is_expected=True) is None
+    assert told in caplog.text
 
 
 def refuse(*_):
