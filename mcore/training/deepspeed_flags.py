@@ -102,6 +102,7 @@ _ONE_CHOICE = (
     LegacyFlag(
         "--remote-device",
         "Parameters stay on the device.",
+        note="--remote-device none has no effect: parameters always stay on the device",
         options=WORD,
         only=("none",),
         otherwise="parameters stay on the device; share them out with "
@@ -110,6 +111,7 @@ _ONE_CHOICE = (
     LegacyFlag(
         "--ds-sequence-parallel-size",
         "Context parallelism is not built.",
+        note="--ds-sequence-parallel-size 1 has no effect: it is the only size",
         options=NUMBER,
         only=(1,),
         otherwise="data-parallel ranks do not share sequences; --sequence-parallel splits them "

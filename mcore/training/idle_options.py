@@ -33,6 +33,10 @@ class _Rule(NamedTuple):
     otherwise: str
 
 
+def _draws(config: RunConfig) -> bool:
+    return tensorboard_directory(config) is not None or config.logging.wandb_project is not None
+
+
 _RULES = (
     _Rule(
         "optimizer",
@@ -105,9 +109,15 @@ _RULES = (
     ),
     _Rule(
         "profiling",
-        "profile_step_start profile_step_end profile_ranks",
+        "profile_step_start profile_step_end",
         lambda config: config.profiling.profile,
         "it needs --profile",
+    ),
+    _Rule(
+        "profiling",
+        "profile_ranks",
+        lambda config: config.profiling.profile or config.profiling.record_memory_history,
+        "it needs --profile or --record-memory-history",
     ),
     _Rule(
         "profiling",
@@ -118,9 +128,15 @@ _RULES = (
     _Rule(
         "stability",
         "loss_spike_window loss_spike_min_samples loss_spike_threshold loss_spike_min_rise "
-        "grad_norm_spike_min_factor loss_spike_max_skips loss_spike_max_rollbacks",
+        "grad_norm_spike_min_factor loss_spike_max_skips rerun_mode",
         lambda config: config.stability.loss_spike_policy != "off",
         "--loss-spike-policy is off",
+    ),
+    _Rule(
+        "stability",
+        "loss_spike_max_rollbacks loss_spike_lr_dip_iters",
+        lambda config: config.stability.loss_spike_policy == "rollback",
+        "it needs --loss-spike-policy rollback",
     ),
     _Rule(
         "stability",
@@ -140,6 +156,55 @@ _RULES = (
         lambda config: config.runtime.manual_gc,
         "it needs --manual-gc",
     ),
+    _Rule(
+        "model",
+        "sliding_window_first_layer",
+        lambda config: config.model.sliding_window is not None,
+        "it needs --sliding-window",
+    ),
+    _Rule(
+        "data",
+        "sft_tokenizer_prompt_format",
+        lambda config: config.data.sft,
+        "it needs --sft",
+    ),
+    _Rule(
+        "data",
+        "data_sharding",
+        lambda config: config.data.dataloader_type == "cyclic",
+        "it is for --dataloader-type cyclic",
+    ),
+    _Rule(
+        "scheduler",
+        "lr_warmup_init lr_warmup_style",
+        lambda config: any(
+            (
+                config.scheduler.lr_warmup_fraction,
+                config.scheduler.lr_warmup_iters,
+                config.scheduler.lr_warmup_samples,
+            )
+        ),
+        "there is no warmup: give --lr-warmup-iters or the like",
+    ),
+    _Rule(
+        "checkpoint",
+        "save_optim save_rng overwrite_save",
+        lambda config: config.checkpoint.save is not None,
+        "there is no --save",
+    ),
+    _Rule(
+        "checkpoint",
+        "on_damaged_checkpoint load_optim load_rng",
+        lambda config: config.checkpoint.load is not None,
+        "there is no --load",
+    ),
+    _Rule(
+        "logging",
+        "tensorboard_log_interval tensorboard_queue_size log_memory_to_tensorboard "
+        "log_world_size_to_tensorboard log_timers_to_tensorboard",
+        _draws,
+        "there is no TensorBoard: give --tensorboard-dir or --save",
+    ),
 )
 
 
@@ -150,13 +215,6 @@ def idle_options(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "--sequence-parallel", "the tensor-parallel size is 1"
     if model.recompute_granularity != "selective" and model.recompute_modules != _RECOMPUTED:
         yield "--recompute-modules", "it needs --recompute-granularity selective"
-    if config.checkpoint.load is None:
-        for flag, loads in (
-            ("--no-load-rng", config.checkpoint.load_rng),
-            ("--no-load-optim", config.checkpoint.load_optim),
-        ):
-            if not loads:
-                yield flag, "there is no --load"
     for rule in _RULES:
         if not rule.are_used(config):
             yield from ((flag, rule.otherwise) for flag in _given(config, rule))
@@ -180,18 +238,8 @@ def _of_reports(config: RunConfig) -> Iterator[tuple[str, str]]:
     options = config.logging
     if options.log_progress and config.checkpoint.save is None:
         yield "--log-progress", "its file lies in the --save directory, and there is none"
-    draws = tensorboard_directory(config) is not None or options.wandb_project is not None
-    curves = {
-        "--log-timers-to-tensorboard": options.log_timers_to_tensorboard,
-        "--log-memory-to-tensorboard": options.log_memory_to_tensorboard,
-        "--log-world-size-to-tensorboard": options.log_world_size_to_tensorboard,
-    }
-    if not draws:
-        reason = "there is no TensorBoard: give --tensorboard-dir or --save"
-        yield from ((flag, reason) for flag, is_given in curves.items() if is_given)
-    elif options.log_timers_to_tensorboard and not (
-        options.timing_log_level or options.log_straggler
-    ):
+    times = options.timing_log_level or options.log_straggler
+    if options.log_timers_to_tensorboard and _draws(config) and not times:
         reason = "no part of a step is timed: give --timing-log-level 1 or 2"
         yield "--log-timers-to-tensorboard", reason
 

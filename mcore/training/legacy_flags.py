@@ -215,6 +215,7 @@ _ONE_CHOICE = (
     LegacyFlag(
         "--outer-dp-sharding-strategy",
         "Hybrid sharding is --num-distributed-optimizer-instances.",
+        note="--outer-dp-sharding-strategy no_shard has no effect: copies are always whole",
         options=WORD,
         only=("no_shard",),
         otherwise="hybrid sharding keeps whole copies; --num-distributed-optimizer-instances says "
@@ -223,6 +224,7 @@ _ONE_CHOICE = (
     LegacyFlag(
         "--empty-unused-memory-level",
         "Cached device memory is kept.",
+        note="--empty-unused-memory-level 0 has no effect: cached memory is always kept",
         options=NUMBER,
         only=(0,),
         otherwise="cached device memory is never given back between steps; drop it",

@@ -70,7 +70,7 @@ def test_reduction_in_float16_is_remarked(words, told):
 def test_what_is_not_loaded_from_nowhere():
     sizes = {"num_layers": 4, "hidden_size": 8, "num_attention_heads": 2}
     spared = {"load_rng": False, "load_optim": False}
-    for load, wanted in ((None, ["--no-load-rng", "--no-load-optim"]), ("folder", [])):
+    for load, wanted in ((None, ["--no-load-optim", "--no-load-rng"]), ("folder", [])):
         config = RunConfig(
             model=TransformerConfig(**sizes), checkpoint=CheckpointConfig(load=load, **spared)
         )
@@ -100,9 +100,28 @@ def test_what_is_not_loaded_from_nowhere():
             ["--loss-spike-threshold", "--alert-timeout"],
         ),
         ("--loss-spike-policy skip --loss-spike-threshold 3", []),
+        ("--profile-ranks 1", ["--profile-ranks"]),
+        ("--record-memory-history --profile-ranks 1", []),
+        ("--rerun-mode disabled", ["--rerun-mode"]),
+        ("--loss-spike-policy skip --loss-spike-lr-dip-iters 5 --loss-spike-max-rollbacks 1",
+         ["--loss-spike-max-rollbacks", "--loss-spike-lr-dip-iters"]),
+        ("--loss-spike-policy rollback --loss-spike-max-rollbacks 1", []),
+        ("--sliding-window-first-layer 1", ["--sliding-window-first-layer"]),
+        ("--sft-tokenizer-prompt-format chatml --no-data-sharding",
+         ["--sft-tokenizer-prompt-format", "--no-data-sharding"]),
+        ("--sft --sft-tokenizer-prompt-format chatml", []),
+        ("--dataloader-type cyclic --no-data-sharding", []),
+        ("--lr-warmup-init 1e-5", ["--lr-warmup-init"]),
+        ("--lr-warmup-init 1e-5 --lr-warmup-iters 2", []),
+        ("--no-save-rng --overwrite-save --on-damaged-checkpoint error",
+         ["--no-save-rng", "--overwrite-save", "--on-damaged-checkpoint"]),
+        ("--save a --overwrite-save --load a --on-damaged-checkpoint error", []),
+        ("--tensorboard-log-interval 5 --log-memory-to-tensorboard",
+         ["--tensorboard-log-interval", "--log-memory-to-tensorboard"]),
+        ("--tensorboard-dir a --tensorboard-log-interval 5", []),
         ("--exit-signal SIGINT --no-exit-signal-handler", ["--exit-signal"]),
     ],
-)
+)  # fmt: skip
 def test_what_another_option_would_have_to_switch_on(words, idle):
     model = "--num-layers 1 --hidden-size 8 --num-attention-heads 2"
     config = build_config(read(f"{model} {words}".split()))

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from mcore.config.stability import StabilityConfig
+from mcore.training.arguments import build_config, parse
 from mcore.training.autopilot.detector import Limits, SpikeDetector
 
 
@@ -79,6 +80,16 @@ def test_nothing_is_judged_before_there_are_enough_steps():
     losses[[10, 31, 50]] = 50.0
     assert fired(losses) == [50]  # the two before are in the window and do not move the median
     assert fired(losses, loss_spike_min_samples=5) == [10, 31, 50]
+
+
+@pytest.mark.parametrize(("rise", "found"), [("", [150]), ("--loss-spike-min-rise 0.4", [])])
+def test_a_jump_below_the_least_rise_is_none(rise, found):
+    """The loss of a very quiet run, 30 % higher once."""
+    losses = 2.0 + 1e-4 * np.random.default_rng(3).standard_normal(300)
+    losses[150] *= 1.3
+    model = "--num-layers 1 --hidden-size 8 --num-attention-heads 1"
+    options = build_config(parse(f"{model} {rise}".split())).stability
+    assert fired(losses, loss_spike_min_rise=options.loss_spike_min_rise) == found
 
 
 def test_limits_by_hand():
