@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[3]
 FOREIGN = {"pip", "source", "tensorboard", "py-spy", "env", "nsys"}
 
 _BLOCK = re.compile(
-    r"(?:<!-- run(?P<run>[^>]*)-->\n)?```(?:console|bash)\n(?P<text>.*?)```", re.DOTALL
+    r"(?:<!-- run(?P<run>[^>]*)-->\n *)?```(?:console|bash)\n(?P<text>.*?)```", re.DOTALL
 )
 
 

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from mcore.cli.main import main
 from mcore.errors import ConfigError
 from mcore.training.arguments import build_parser
 from tests.unit.docs.commands import (
@@ -20,6 +22,8 @@ from tests.unit.docs.commands import (
     launched_by,
     other_lines,
 )
+from tests.unit.docs.documented import daily, make, put_stand_ins, small_torchrun, spelled_out
+from tools.preprocess_data import main as preprocess
 
 PAGES = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
 PROGRAMS = {"torchrun", "python", "mcore", "make", "bash", "sbatch", "srun", "kubectl", "nsys"}
@@ -57,9 +61,21 @@ def test_no_command_is_shown_where_nobody_checks_it(page):
             assert [flag for flag in flags if not parser.knows(flag)] == [], page.name
 
 
+def test_sizes_are_reduced_and_nothing_else():
+    words = "--nnodes 4 --nproc-per-node 8 --rdzv-backend c10d"
+    reduced = small_torchrun([*words.split(), "pretrain_gpt.py", "...", "--lr", "1"])
+    assert reduced[:6] == [
+        "--standalone", "--nproc-per-node", "4", "--max-restarts", "0", "pretrain_gpt.py"
+    ]  # fmt: skip
+    assert {"--bf16", "--sequence-parallel", "data/corpus_text_document"} <= {*reduced}
+    assert reduced[reduced.index("--hidden-size") + 1] == "32"
+    assert reduced[reduced.index("--lr") + 1] == "3e-4"
+    assert small_torchrun(["--nproc-per-node", "8", "-m", "mcore", "selftest"])[2] == "2"
+
+
 def test_the_checker_sees_mistakes():
     assert len(BLOCKS) > 15
-    assert len(RUNNABLE) >= 3
+    assert len(RUNNABLE) >= 14
     good = next(b for b in BLOCKS if b.page.name == "launching.md").text
     (words,) = commands(good)
     check_command(words)
@@ -129,15 +145,40 @@ def test_kubernetes_manifest(tmp_path):
     check_command(started)
 
 
+@pytest.fixture(scope="session")
+def documented(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("documented")
+    make(folder)
+    return folder
+
+
+@pytest.mark.parametrize("words", [*daily(PAGES)], ids=lambda words: " ".join(words)[:60])
+def test_commands_that_start_no_other_run(documented, tmp_path, monkeypatch, words):
+    """In a folder that has everything they name, each by itself."""
+    shutil.copytree(documented, tmp_path / "here")
+    monkeypatch.chdir(tmp_path / "here")
+    program, *rest = spelled_out(words)
+    if program == "python":
+        assert preprocess(rest[1:]) == 0
+    elif "--help" in rest:
+        with pytest.raises(SystemExit, match="0"):
+            main(rest)
+    else:
+        assert main(rest) == 0
+
+
 @pytest.mark.full
 @pytest.mark.cli
 @pytest.mark.parametrize("block", RUNNABLE, ids=lambda block: block.name)
-def test_commands_run(tmp_path, block):
+def test_commands_run(documented, tmp_path, block):
+    """A whole block by bash, with programs in front that reduce its sizes."""
     assert isinstance(block, Block)
     assert block.environment is not None
+    shutil.copytree(documented, tmp_path, dirs_exist_ok=True)
     for entry in ("mcore", "tools", "examples", "pretrain_gpt.py"):
         (tmp_path / entry).symlink_to(ROOT / entry)
-    programs = Path(sys.executable).parent
+    put_stand_ins(tmp_path / "stand-ins")
+    programs = f"{tmp_path / 'stand-ins'}:{Path(sys.executable).parent}"
     environment = {
         **{k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")},
         "OMP_NUM_THREADS": "1",
