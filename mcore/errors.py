@@ -66,5 +66,9 @@ class NumericsError(McoreError, ArithmeticError):
     """Numbers that cannot be trained on: not finite, and no remedy is left."""
 
 
+class TransientNumericsError(NumericsError):
+    """Numbers that were not finite, and were when computed again: a fault of the machine."""
+
+
 class UnsupportedError(McoreError, NotImplementedError):
     """A combination that mcore refuses by name rather than compute wrongly."""

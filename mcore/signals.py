@@ -25,8 +25,9 @@ EXIT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2)
 SAVE_SIGNAL = signal.SIGUSR1
 
 #: A scheduler signals workers and launcher, and the launcher its workers: that is one wish, not
-#: two. A repetition after this time means: leave at once.
-_REPEAT_SECONDS = 1.0
+#: two. A repetition after this time means: leave at once. A loaded launcher takes seconds to pass a
+#: signal on.
+_REPEAT_SECONDS = 5.0
 _TICK_SECONDS = 0.5
 #: A rank whose neighbour has died gets so long to find out and say so itself.
 _GRACE_SECONDS = 10.0

@@ -14,11 +14,18 @@ from mcore.version import __version__
 #: Each is the module `mcore.cli.NAME`, loaded when it is asked for: some take seconds to import.
 COMMANDS = ("check", "ckpt", "convert", "data", "generate", "ranks", "schedule", "selftest")
 
+#: Exit status after Ctrl-C: 128 + SIGINT, as of a shell's own commands.
+INTERRUPTED = 130
+
 _USAGE_ERRORS = (ConfigError, TopologyError, UnsupportedError)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status: 0 done, 1 files or data are at fault, 2 usage."""
+    """Run a command.
+
+    Returns:
+        The exit status: 0 done, 1 files or data are at fault, 2 usage, 130 Ctrl-C.
+    """
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         args = _build_parser(words).parse_args(words)
@@ -27,6 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(error, 2)
     except (McoreError, OSError) as error:
         return _fail(error, 1)
+    except KeyboardInterrupt:
+        return INTERRUPTED
 
 
 def _build_parser(words: Sequence[str]) -> StrictParser:

@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -77,6 +78,17 @@ class Exits:
         """Whether all ranks have agreed to save since the last call."""
         agreed, self._save = self._save, False
         return agreed
+
+
+def forget_workers(config: RunConfig, runtime: Runtime) -> None:
+    """Take `SAVE/worker.pids` away as the run ends: the numbers may soon be other processes'."""
+    if config.checkpoint.save is None or not runtime.host.is_first:
+        return
+    path = Path(config.checkpoint.save, WORKER_PIDS)
+    # One that another job has written since, or cannot be read, is left alone.
+    with suppress(OSError, UnicodeDecodeError):
+        if path.read_text().split()[:1] == [str(os.getpid())]:
+            path.unlink()
 
 
 def tell_workers(config: RunConfig, runtime: Runtime, watch: SignalWatch | None) -> None:

@@ -7,20 +7,21 @@ that made them; elsewhere what is seen is a part of the sum, and the rank only h
 is computed again to find out is looked at closely: at every stage each rank sees what it made of
 each microbatch.
 
-What to do about it is not decided here: `find` gives the facts, `refuse` ends the run.
+What to do about it is not decided here: `find` and `look_closely` give the facts, `refuse` ends the
+run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
 from mcore.distributed import DataParallelModule
-from mcore.errors import NumericsError
+from mcore.errors import NumericsError, TransientNumericsError
 from mcore.topology.collectives import all_gather_object
 from mcore.topology.context import ParallelContext
 
@@ -163,17 +164,45 @@ def find(evidence: Evidence, chunks: Sequence[DataParallelModule]) -> list[NonFi
     )
 
 
-def find_closely(evidence: Evidence, chunks: Sequence[DataParallelModule]) -> list[NonFinite]:
-    """As `find`; where that tells no more than a gradient's parameter, with rank and microbatch.
+class CloseLook(NamedTuple):
+    """What was found, and whether it was there when the step was computed again.
 
-    For a run that ends here: the step is computed again, over the gradients that are there. Where
-    nothing is found then (it was no property of data and weights), the first findings hold.
+    Attributes:
+        found: see `find`.
+        came_again: None where the step could not be computed again, or nothing is known.
+    """
+
+    found: list[NonFinite]
+    came_again: bool | None
+
+    def __str__(self) -> str:
+        told = {True: "; computed again it was so too", False: "; computed again it was finite"}
+        return describe(self.found) + ("" if self.came_again is None else told[self.came_again])
+
+
+def look_closely(
+    evidence: Evidence, chunks: Sequence[DataParallelModule], *, was_applied: bool = False
+) -> CloseLook:
+    """As `find`, and once more: to tell a transient fault, and rank and microbatch of a gradient.
+
+    For a run that ends here: the step is computed again, over the gradients that are there, unless
+    its weights were not finite already or have changed since.
+
+    Args:
+        evidence: of the step.
+        chunks: model chunks.
+        was_applied: the update was made.
     """
     found = find(evidence, chunks)
-    if any(item.kind != "gradient" for item in found) or evidence.look_again is None:
-        return found
+    has_weights = any(item.kind == "parameter" for item in found)
+    if has_weights or was_applied or evidence.look_again is None:
+        return CloseLook(found, None)
     again = find(evidence.look_again(), chunks)
-    return again or found
+    if not again:  # a norm that overflows leaves no other trace
+        return CloseLook(found, False if found else None)
+    # A loss makes every gradient behind it what it is.
+    has_loss = any(item.kind == "loss" for item in found)
+    return CloseLook(found if has_loss else again, True)
 
 
 def describe(found: Sequence[NonFinite]) -> str:
@@ -191,20 +220,27 @@ def describe(found: Sequence[NonFinite]) -> str:
     return "; ".join(parts) or "the norm of the gradient overflowed, no single gradient did"
 
 
-def refuse(iteration: int, found: Sequence[NonFinite], *, was_applied: bool) -> None:
+def refuse(iteration: int, look: CloseLook, *, was_applied: bool) -> NoReturn:
     """End the run.
 
     Args:
         iteration: of the step.
-        found: see `find`.
+        look: what was found.
         was_applied: the gradient was finite and the update was made; only the loss was not.
 
     Raises:
         NumericsError: always; it says what was found where.
+        TransientNumericsError: of the two, where the step was finite when computed again.
     """
     update = "was made" if was_applied else "was left out"
+    if look.came_again is False:
+        raise TransientNumericsError(
+            f"iteration {iteration}: NaN or infinity: {look}: a transient fault of a device, its "
+            f"memory or a link. The update {update}, and nothing was saved since. The same command "
+            "goes on from the last checkpoint; where it comes again, look at that machine"
+        )
     raise NumericsError(
-        f"iteration {iteration}: NaN or infinity: {describe(found)}. The update {update}, and "
+        f"iteration {iteration}: NaN or infinity: {look}. The update {update}, and "
         "nothing was saved since. Go back to an earlier checkpoint, lower the learning rate, or "
         "go on without such updates with --no-check-for-nan-in-loss-and-grad"
     )

@@ -11,7 +11,13 @@ from datetime import timedelta
 from mcore.config.command_line import spelled_as_flags
 from mcore.config.run import Resolved, RunConfig, batch_size_calculator, resolve
 from mcore.data.token_budget import BudgetedConversations
-from mcore.errors import CheckpointError, LostPeerError, McoreError, NumericsError
+from mcore.errors import (
+    CheckpointError,
+    LostPeerError,
+    McoreError,
+    NumericsError,
+    TransientNumericsError,
+)
 from mcore.log import get_logger, report_error, warn_ignored
 from mcore.num_microbatches_calculator import NumMicroBatchesCalculator
 from mcore.pipeline_parallel.executor import ForwardStepFunc
@@ -22,7 +28,7 @@ from mcore.training import checkpointing
 from mcore.training.arguments import ExtraArguments, read
 from mcore.training.autopilot import Autopilot, build_autopilot
 from mcore.training.checkpoint_writer import CheckpointWriter
-from mcore.training.exits import Exits, tell_workers
+from mcore.training.exits import Exits, forget_workers, tell_workers
 from mcore.training.garbage import garbage_collection
 from mcore.training.idle_options import idle_options, remarks
 from mcore.training.initialize import (
@@ -60,6 +66,9 @@ _OTHERS_WAIT_SECONDS = 3.0
 #: Of a run whose numbers cannot be trained on: started again it would come to the same end. It is
 #: Megatron's code for a fault that is not transient.
 NUMERICS_EXIT_CODE = 17
+#: Of one whose numbers were right when computed again: started again it may well go on. Megatron's
+#: code for a fault that a restart tells more about.
+TRANSIENT_EXIT_CODE = 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -121,7 +130,7 @@ def pretrain(
         if launch.rank > 0:
             time.sleep(_OTHERS_WAIT_SECONDS)
         report_error(f"rank {launch.rank}: {spelled_as_flags(str(error), spellings())}")
-        leave_now(NUMERICS_EXIT_CODE if isinstance(error, NumericsError) else 1)
+        leave_now(_exit_code(error))
     except RuntimeError as error:
         if not is_loss_of_peer(error):
             raise
@@ -154,6 +163,21 @@ def run(
     runtime = initialize(config, launch)
     exits = Exits(config, runtime, watch)
     tell_workers(config, runtime, watch)
+    try:
+        return _run_told(prepared, launch, providers, runtime, exits, watch)
+    finally:
+        forget_workers(config, runtime)
+
+
+def _run_told(
+    prepared: Prepared,
+    launch: Launch,
+    providers: Providers,
+    runtime: Runtime,
+    exits: Exits,
+    watch: SignalWatch | None,
+) -> TrainState:
+    config = prepared.config
     _tell_notes(prepared, runtime)
     timers, profiler = build_timers(config, runtime), build_profiler(config, runtime)
     began = time.perf_counter()
@@ -266,6 +290,12 @@ def _batch_sizes(config: RunConfig, resolved: Resolved, data: object) -> NumMicr
 def _profile(config: RunConfig, runtime: Runtime) -> PipelineProfile | None:
     path = config.pipeline.profile_pipeline
     return None if path is None or runtime.ctx.pp.size == 1 else PipelineProfile(path, runtime)
+
+
+def _exit_code(error: McoreError) -> int:
+    if isinstance(error, TransientNumericsError):
+        return TRANSIENT_EXIT_CODE
+    return NUMERICS_EXIT_CODE if isinstance(error, NumericsError) else 1
 
 
 def _refuse(error: McoreError, launch: Launch) -> None:

@@ -37,6 +37,7 @@ class Profiler:
         self._is_mine = rank in options.profile_ranks
         self._profile: profile | None = None
         self._ranges: AbstractContextManager[object] | None = None
+        self._first: int | None = None
         self._records_memory = options.record_memory_history and self._is_mine
         if self._records_memory:
             device.record_memory_history()
@@ -49,9 +50,15 @@ class Profiler:
     def before(self, iteration: int) -> None:
         """A step is about to start after this many iterations."""
         options = self._options
-        due = options.profile and self._is_mine and iteration == options.profile_step_start
-        if not due or self.is_on:  # a step may be run again
+        if not (options.profile and self._is_mine):
             return
+        if iteration >= options.profile_step_end:
+            self._miss(iteration)
+            return
+        # A step may be run again, and a run may be resumed inside the range.
+        if iteration < options.profile_step_start or self._first is not None:
+            return
+        self._first = iteration + 1
         if options.use_pytorch_profiler:
             activities = [ProfilerActivity.CPU]
             if self._device.type == "cuda":
@@ -61,9 +68,22 @@ class Profiler:
             return
         self._ranges = device.start_capture()
 
+    def _miss(self, iteration: int) -> None:
+        """The range is over: stop, should its last iterations have been passed over."""
+        if self.is_on:
+            self._stop(iteration)
+        elif self._first is None:
+            self._first = iteration + 1
+            get_logger().warning(
+                "nothing is profiled: the run goes on after iteration %d, and --profile-step-end "
+                "is %d",
+                iteration,
+                self._options.profile_step_end,
+            )
+
     def after(self, iteration: int) -> None:
         """A step has ended, as this iteration."""
-        if self.is_on and iteration == self._options.profile_step_end:
+        if self.is_on and iteration >= self._options.profile_step_end:
             self._stop(iteration)
 
     def close(self) -> None:
@@ -83,7 +103,7 @@ class Profiler:
         if self._profile is None:
             return
         self._profile.stop()
-        first = self._options.profile_step_start + 1
+        first = self._first
         last = "end" if iteration is None else iteration
         name = f"rank{self._rank}.iterations{first}-{last}.pt.trace.json"
         try:

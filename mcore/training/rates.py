@@ -96,6 +96,8 @@ class RateMeter:
     def rewind(self, iteration: int) -> None:
         """Forget the steps after an iteration."""
         self._taken = [step for step in self._taken if step.iteration <= iteration]
+        if iteration < self._first:  # nothing that was done since the start counts any more
+            self._first, self._began = iteration, None
 
     @property
     def steps(self) -> int:

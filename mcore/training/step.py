@@ -34,7 +34,7 @@ from mcore.training.non_finite import (
     can_see_own_gradients,
     describe,
     find,
-    find_closely,
+    look_closely,
     refuse,
 )
 from mcore.training.observation import Observation
@@ -233,6 +233,7 @@ class StepFunctions:
         state.consumed_train_samples += samples
         state.skipped_iterations += 1
         state.skipped_train_samples += samples
+        state.passed_over_samples += samples
         for stream in streams:
             stream.seek(state.consumed_train_samples)
         return samples
@@ -381,10 +382,10 @@ def settle(state: TrainState) -> None:
     evidence, scales = last.evidence, state.optimizer.config.scales_dynamically
     is_finite, has_loss = math.isfinite(grad_norm), math.isfinite(loss)
     if evidence is not None and not (is_finite and has_loss) and not scales:
-        found = find_closely(evidence, state.chunks)
-        refuse(state.iteration, found, was_applied=bool(applied))
+        look = look_closely(evidence, state.chunks, was_applied=bool(applied))
+        refuse(state.iteration, look, was_applied=bool(applied))
     if is_stuck:
-        where = "" if evidence is None else f": {describe(find_closely(evidence, state.chunks))}"
+        where = "" if evidence is None else f": {look_closely(evidence, state.chunks)}"
         raise NumericsError(
             f"iteration {state.iteration}: gradients are not finite although the loss scale is at "
             f"its minimum ({state.optimizer.config.min_loss_scale}){where}. Nothing was saved "

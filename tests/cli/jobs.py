@@ -46,8 +46,10 @@ class Job:
         self.words = [sys.executable, *start, str(program), *never, *words, *files]
         self.process = None
         self.output = self.folder / "output.txt"
+        self._seen = set()
 
     def start(self):
+        self._seen.clear()
         for stale in (self.save / "worker.pids", self.output):
             stale.unlink(missing_ok=True)
         environment = {k: v for k, v in os.environ.items() if k not in _FOREIGN}
@@ -74,9 +76,13 @@ class Job:
     @property
     def pids(self):
         """Of the workers, once all are written down."""
-        path = self.save / "worker.pids"
-        text = path.read_text() if path.exists() else ""
-        return [int(word) for word in text.split()] if text.endswith("\n") else []
+        try:
+            text = (self.save / "worker.pids").read_text()
+        except FileNotFoundError:  # not written yet, or the run has ended
+            text = ""
+        found = [int(word) for word in text.split()] if text.endswith("\n") else []
+        self._seen.update(found)
+        return found
 
     @property
     def iteration(self):
@@ -98,11 +104,15 @@ class Job:
 
     def wait(self, seconds=LIMIT_SECONDS):
         """Wait for the end; no process of the job may be left then. Returns the exit code."""
+        end = time.monotonic() + seconds
         try:
-            code = self.process.wait(seconds)
+            while self.process.poll() is None and time.monotonic() < end:
+                self._seen.update(self.pids)  # the file is gone at the end
+                time.sleep(0.05)
+            code = self.process.wait(1)
         finally:
             self.kill()
-        left = [pid for pid in self.pids if is_alive(pid)]
+        left = [pid for pid in self._seen if is_alive(pid)]
         assert left == [], self.output.read_text()
         return code
 

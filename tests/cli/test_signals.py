@@ -7,10 +7,17 @@ import random
 import re
 import signal
 import time
+from collections import Counter
 
 import pytest
 
-from mcore.checkpoint import CheckpointReader, complete_iterations, differences, verify
+from mcore.checkpoint import (
+    CheckpointReader,
+    complete_iterations,
+    differences,
+    read_common,
+    verify,
+)
 from mcore.checkpoint.commit import iteration_directory
 from tests.cli.jobs import Job
 from tests.equivalence.faults import write_poisoned_corpus
@@ -51,6 +58,7 @@ def test_one_save_on_the_way_and_one_before_leaving_then_the_same_command(corpus
     job.wait_until(lambda: job.iteration > saved)
     os.kill(job.pids[-1], signal.SIGTERM)
     assert job.wait() == 0, job.output.read_text()
+    assert not (job.save / "worker.pids").exists()
     assert complete_iterations(job.save) == [saved, job.pointer]
     assert saved < job.pointer == job.iteration < 200
     assert f"exiting at iteration {job.pointer} (SIGTERM)" in job.output.read_text()
@@ -146,6 +154,45 @@ def test_with_the_handler_off_a_signal_kills(corpus, tmp_path):
     assert job.pointer is None
 
 
+#: What a moment is chosen by, twenty in all; the clock finds mostly the start.
+MOMENTS = ["clock"] * 7 + ["training"] * 6 + ["evaluation"] * 4 + ["saving"] * 3
+
+#: Signals that have to arrive in each phase, by what the job has left behind.
+LEAST = {"training": 4, "evaluation": 2, "saving": 2}
+
+
+EVALUATION, SAVE = 20, 25
+
+
+def is_saving(job):
+    """A checkpoint is due and not complete yet."""
+    return (job.pointer or 0) < job.iteration // SAVE * SAVE
+
+
+def await_moment(job, kind, generator):
+    """Wait for a random moment of a kind; the whole run has to last for all of them."""
+    first, seconds = job.iteration, generator.uniform(0.0, 12.0)
+    begun, wanted = time.monotonic(), first + generator.randint(1, 20)
+    conditions = {
+        "clock": lambda: time.monotonic() > begun + seconds or job.iteration > first + 6,
+        "training": lambda: job.iteration >= wanted,
+        "evaluation": lambda: job.iteration > first and job.iteration % EVALUATION == 0,
+        "saving": lambda: job.iteration > first and is_saving(job),
+    }
+    job.wait_until(conditions[kind])
+    if kind == "training":
+        time.sleep(generator.uniform(0.0, 0.1))
+
+
+def phase(job, first, was_saving):
+    """Where the signal fell: an evaluation that it broke off is owed to the next start."""
+    if job.pointer is not None and read_common(job.save)["evaluation_is_owed"]:
+        return "evaluation"
+    if was_saving:
+        return "saving"
+    return "training" if job.iteration > first else "start"
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("launcher", [True, False], ids=["torchrun", "worker"])
 @pytest.mark.parametrize("background", ["", "--async-save"], ids=["sync", "async"])
@@ -154,23 +201,31 @@ def test_twenty_random_moments(corpus, tmp_path, launcher, background):
 
     A worker is asked where workers are known; before that torchrun is, whose own code is not 0.
     """
-    layout, iterations = Layout(pp=2, dp=2), 400
-    length = f"--eval-interval 10 --eval-iters 4 --save-interval 25 --keep-latest 3 {background}"
+    layout, iterations = Layout(pp=2, dp=2), 600
+    length = (
+        f"--eval-interval {EVALUATION} --eval-iters 12 --save-interval {SAVE} --keep-latest 3 "
+        f"{background}"
+    )
     words = command(corpus, iterations, DROPOUT, length)
     job = Job(tmp_path, [*words, *layout.flags], 4)
     generator = random.Random(int(launcher) + 2 * bool(background))
-    for _ in range(20):
+    fell = Counter()
+    for kind in generator.sample(MOMENTS, len(MOMENTS)):
+        first = job.iteration
         job.start()
-        time.sleep(generator.uniform(0.0, 12.0))
-        if generator.random() < 0.5 and job.pids:
-            send(generator.choice(job.pids), signal.SIGUSR1)
+        await_moment(job, kind, generator)
+        workers = job.pids
+        if generator.random() < 0.5 and workers and kind in ("clock", "training"):
+            send(generator.choice(workers), signal.SIGUSR1)
             time.sleep(generator.uniform(0.0, 0.3))
-        worker = None if launcher or not job.pids else generator.choice(job.pids)
-        if job.process.poll() is None:
-            send(job.process.pid if worker is None else worker, signal.SIGTERM)
-        code = job.wait(60)
+        worker = None if launcher or not workers else generator.choice(workers)
+        was_saving = is_saving(job)
+        send(job.process.pid if worker is None else worker, signal.SIGTERM)
+        code = job.wait()
         assert worker is None or code == 0, job.output.read_text()
         if job.pointer is not None:
             assert verify(iteration_directory(job.save, job.pointer)) == []
+        fell[phase(job, first, was_saving)] += 1
+    assert all(fell[kind] >= least for kind, least in LEAST.items()), fell
     assert job.start().wait() == 0, job.output.read_text()
     assert_same_end(job, words, layout, iterations)

@@ -5,11 +5,13 @@ import math
 import pytest
 import torch
 
+from mcore.errors import NumericsError, TransientNumericsError
 from mcore.pipeline_parallel.actions import backward, forward
 from mcore.pipeline_parallel.hooks import Unobserved
 from mcore.training.gpt import datasets_provider, model_provider
 from mcore.training.gradient_probe import GradientProbe
 from mcore.training.non_finite import Evidence, NonFinite, describe, find
+from mcore.training.pretrain import _exit_code
 from pretrain_gpt import forward_step
 from tests.equivalence.program import (
     SINGLE,
@@ -127,8 +129,8 @@ def test_a_broken_weight_ends_the_run_where_it_is_met(corpus, tmp_path, late_tok
     assert f"loss of microbatch {microbatch} on rank {last}" in message
     lines = read_records(records)  # the loss of that iteration is told all the same
     assert [line["iteration"] for line in lines] == list(range(1, iteration + 1))
-    assert math.isnan(lines[-1]["lm_loss"])
-    assert not any(math.isnan(line["lm_loss"]) for line in lines[:-1])
+    assert lines[-1]["lm_loss"] == "nan"  # JSON has no such number
+    assert all(math.isfinite(line["lm_loss"]) for line in lines[:-1])
     assert (save / "latest_checkpointed_iteration.txt").read_text().strip() == str(iteration - 1)
 
 
@@ -152,10 +154,12 @@ def test_a_broken_gradient_is_named(corpus, flags):
         train_and_inspect(words, Layout(dp=2), providers=providers)
     message = str(caught.value)
     if flags:
-        assert "'s part of the sum over data-parallel ranks" in message
+        assert "'s part of the sum over data-parallel ranks; " in message
         assert f"{BIAS} on rank" not in message
     else:
-        assert f"gradient of {BIAS} on rank 1." in message
+        assert f"gradient of {BIAS} on rank 1; " in message
+    assert "; computed again it was finite: a transient fault" in message
+    assert "The same command goes on" in message
     assert "loss of" not in message
 
 
@@ -172,13 +176,14 @@ class _SeesSamples:
 class Spoiling:
     """A forward step in which the gradient of one sample is infinite, always; or its loss."""
 
-    def __init__(self, sample, *, loss=False):
-        self.sample, self.loss = sample, loss
+    def __init__(self, sample, *, loss=False, times=100):
+        self.sample, self.loss, self.times = sample, loss, times
 
     def __call__(self, data_iterator, model):
         seen = _SeesSamples(data_iterator)
         output, loss_func = forward_step(seen, model)
-        if self.sample in seen.samples:
+        if self.sample in seen.samples and self.times > 0:
+            self.times -= 1
             if self.loss:
                 output = output * math.inf
             else:
@@ -205,8 +210,22 @@ def test_the_microbatch_of_a_broken_gradient_is_named(
     """The step is computed again before the run ends, be it in the next step or at the end."""
     providers = Providers(datasets_provider, model_provider, Spoiling(6))
     wanted = f"iteration 2: NaN or infinity: gradient of .* from microbatch {microbatch}"
-    with pytest.raises(Exception, match=wanted):
+    with pytest.raises(Exception, match=wanted) as caught:
         train_and_inspect(command(corpus, iterations, flags), layout, providers=providers)
+    assert "; computed again it was so too. The update was left out" in str(caught.value)
+    assert not isinstance(caught.value, TransientNumericsError)
+
+
+@pytest.mark.parametrize("times", [1, 100])
+def test_a_loss_that_is_not_finite_is_computed_again(corpus, times):
+    """By chance, or because of the data."""
+    spoiling = Spoiling(6, loss=True, times=times)
+    providers = Providers(datasets_provider, model_provider, spoiling)
+    with pytest.raises(NumericsError, match="loss of microbatch 2 on rank 0; ") as caught:
+        train_and_inspect(command(corpus, 4), SINGLE, providers=providers)
+    assert isinstance(caught.value, TransientNumericsError) == (times == 1)
+    assert _exit_code(caught.value) == (16 if times == 1 else 17)
+    assert ("computed again it was so too" in str(caught.value)) == (times > 1)
 
 
 OVERLAP = "--overlap-grad-reduce --ddp-bucket-size 1"

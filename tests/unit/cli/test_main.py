@@ -47,6 +47,14 @@ def test_faulty_files_have_status_1(capsys, tmp_path):
     assert "absent" in error
 
 
+def test_ctrl_c_ends_a_command_without_a_word(capsys, monkeypatch):
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("mcore.cli.ranks.run", interrupted)
+    assert fail(capsys, "ranks", "--tp", "2") == (130, "")
+
+
 def test_json_alone_on_stdout(capsys):
     assert main(["ranks", "--tp", "2", "--dp", "2", "--json"]) == 0
     groups = json.loads(capsys.readouterr().out)

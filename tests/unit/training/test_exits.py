@@ -1,16 +1,18 @@
+import os
 import signal
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from mcore.config.checkpoint import CheckpointConfig
 from mcore.config.run import RunConfig
 from mcore.config.training import TrainingConfig
 from mcore.config.transformer import TransformerConfig
 from mcore.errors import ConfigError
 from mcore.topology.context import ParallelContext
 from mcore.training import exits
-from mcore.training.exits import Exits
+from mcore.training.exits import Exits, forget_workers
 from mcore.training.initialize import Runtime
 
 
@@ -105,3 +107,17 @@ def test_without_a_watch_the_time_counts_all_the_same(clock):
     assert made.ask() is False
     clock.now += 61
     assert made.ask() is True
+
+
+@pytest.mark.parametrize(("text", "left"), [(f"{os.getpid()} a\n77 b\n", False), ("77\n", True)])
+def test_the_list_of_workers_goes_with_the_run_that_wrote_it(tmp_path, text, left):
+    path = tmp_path / "worker.pids"
+    path.write_text(text)
+    config = RunConfig(
+        model=TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1),
+        checkpoint=CheckpointConfig(save=str(tmp_path)),
+    )
+    runtime = Runtime(ParallelContext.single(), torch.device("cpu"), False, None)
+    forget_workers(config, runtime)
+    assert path.exists() is left
+    forget_workers(config, runtime)  # it may be gone

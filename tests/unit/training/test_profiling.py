@@ -7,6 +7,7 @@ import torch
 from mcore import device
 from mcore.config.profiling import ProfilingConfig
 from mcore.errors import ConfigError
+from mcore.log import get_logger
 from mcore.pipeline_parallel.actions import Action, Kind
 from mcore.training.profiling import Profiler
 
@@ -17,8 +18,8 @@ def profiler(folder, rank=0, where=CPU, **options):
     return Profiler(ProfilingConfig(**options), folder, where, rank)
 
 
-def run(profiled, iterations=4):
-    for done in range(iterations):
+def run(profiled, iterations=4, first=0):
+    for done in range(first, iterations):
         profiled.before(done)
         with profiled.running(Action(Kind.FORWARD, 0, done)), profiled.phase("a phase"):
             torch.ones(4) + 1
@@ -46,6 +47,40 @@ def test_a_run_that_ends_before_the_profile_does_leaves_what_there_is(tmp_path):
     (path,) = tmp_path.iterdir()
     assert path.name == "rank0.iterations3-end.pt.trace.json"
     assert "F0.3" in ranges(path)
+
+
+@pytest.mark.parametrize(("first", "name", "seen"), [(2, "3-4", ["F0.2", "F0.3"]), (4, None, [])])
+def test_a_run_that_is_resumed_inside_or_beyond_the_range(tmp_path, caplog, first, name, seen):
+    profiled = profiler(tmp_path, profile_step_start=1, profile_step_end=4, **OPTIONS)
+    with caplog.at_level("WARNING", get_logger().name):
+        run(profiled, 6, first)
+    assert ("nothing is profiled" in caplog.text) == (name is None)
+    files = [path.name for path in tmp_path.iterdir()]
+    assert files == ([] if name is None else [f"rank0.iterations{name}.pt.trace.json"])
+    assert [r for path in tmp_path.iterdir() for r in sorted(ranges(path)) if r[0] == "F"] == seen
+
+
+def test_a_range_that_a_rollback_returns_to_is_profiled_once(tmp_path):
+    profiled = profiler(tmp_path, profile_step_start=1, profile_step_end=2, **OPTIONS)
+    for first in (0, 1):
+        for done in range(first, 4):
+            profiled.before(done)
+            torch.ones(4) + 1
+            profiled.after(done + 1)
+    profiled.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["rank0.iterations2-2.pt.trace.json"]
+
+
+def test_the_end_of_the_range_may_be_passed_over(tmp_path):
+    """Iterations 3 to 5 have no step."""
+    profiled = profiler(tmp_path, profile_step_start=1, profile_step_end=3, **OPTIONS)
+    for done in (0, 1, 5):
+        profiled.before(done)
+        with profiled.running(Action(Kind.FORWARD, 0, done)):
+            torch.ones(4) + 1
+        profiled.after(done + 1)
+    (path,) = tmp_path.iterdir()
+    assert [name for name in ranges(path) if name[0] == "F"] == ["F0.1"]
 
 
 def test_other_ranks_are_not_profiled(tmp_path):
