@@ -45,7 +45,7 @@ class ShiftModel(nn.Module):
         seed = config.training.seed
         self.config = config.model  # the schedule reads hidden_size, the shape that travels
         self.layer_offset = stage.layers.start  # checkpoints number the layers of the whole model
-        self.layers = nn.ModuleList(ShiftLayer(config.model, seed + n) for n in stage.layers)
+        self.layers = nn.Sequential(*(ShiftLayer(config.model, seed + n) for n in stage.layers))
         size, vocabulary = config.model.hidden_size, config.tokenizer.vocab_size or 0
         self.input: Any = None
         self.embedding = self.head = None
@@ -62,9 +62,8 @@ class ShiftModel(nn.Module):
 
     def forward(self, tokens: Any, labels: Any) -> Tensor:
         """[s, b, h] to the next stage; on the last stage the loss of each token, [b, s]."""
-        x = self.input if self.embedding is None else self.embedding(tokens).transpose(0, 1)
-        for layer in self.layers:
-            x = layer(x)
+        x, self.input = self.input, None  # kept, it would outlive its backward
+        x = self.layers(x if self.embedding is None else self.embedding(tokens).transpose(0, 1))
         if self.head is None:
             return x
         return tp.vocab_parallel_cross_entropy(self.head(x)[0].transpose(0, 1), labels)

@@ -88,7 +88,7 @@ class GPTModel(nn.Module):
         self.parallel_output = parallel_output
         self.share_embeddings_and_output_weights = share_embeddings_and_output_weights
         self.sequence_parallel = config.sequence_parallel and group.size > 1
-        # Set by the pipeline before each forward on stages that do not embed.
+        # Set by the pipeline before each forward on stages that do not embed, which takes it.
         self.input_tensor: Tensor | None = None
         self._forward_calls = 0
         # Data-parallel ranks have different samples: each a range that no batch reaches beyond.
@@ -152,7 +152,10 @@ class GPTModel(nn.Module):
         return None if self.output_layer is None else self.output_layer.weight
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor] | None) -> None:
-        """Hand over the previous stage's output, [s(/t), b, h] (a list of one is unwrapped)."""
+        """Hand over the previous stage's output, [s(/t), b, h] (a list of one is unwrapped).
+
+        The next forward takes it: each forward needs its own.
+        """
         if isinstance(input_tensor, list):
             assert len(input_tensor) == 1
             input_tensor = input_tensor[0]
@@ -196,7 +199,8 @@ class GPTModel(nn.Module):
         else:
             if self.input_tensor is None:
                 raise ShapeError("this stage needs set_input_tensor before forward")
-            hidden_states = self.input_tensor
+            # Kept here it would outlive its backward.
+            hidden_states, self.input_tensor = self.input_tensor, None
             dropout_state = self._state_for(dropout_state, hidden_states.shape[1])
         rotary = self._rotary(hidden_states, position_ids)
         hidden_states = self.decoder(hidden_states, attention_mask, rotary, dropout_state)

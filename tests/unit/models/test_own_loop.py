@@ -1,11 +1,16 @@
 """What a program that builds GPTModel by itself meets: names, dropout, a model that learns."""
 
+import weakref
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from examples.custom_model import ShiftModel
 from mcore import parallel_state
 from mcore.models.gpt import GPTModel
 from mcore.testing import run_distributed
+from mcore.training import Stage
 from mcore.transformer import TransformerConfig
 from mcore.transformer.dropout import DropoutState
 
@@ -119,3 +124,34 @@ def test_one_batch_is_learnt_by_heart():
         losses.append(loss.item())
     assert losses[0] == pytest.approx(torch.tensor(37.0).log().item(), abs=0.2)
     assert losses[-1] < 0.05
+
+
+def later_stage(kind):
+    """A last stage of GPTModel or of the example, which takes its input from the stage before."""
+    config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4)
+    if kind == "gpt":
+        return GPTModel(config, vocab_size=37, max_sequence_length=12, pre_process=False)
+    run = SimpleNamespace(
+        model=config,
+        training=SimpleNamespace(seed=1),
+        tokenizer=SimpleNamespace(vocab_size=37),
+    )
+    return ShiftModel(run, Stage(False, True, range(1), None))
+
+
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("kind", ["gpt", "example"])
+def test_a_stage_keeps_its_input_no_longer_than_its_graph(kind, trains):
+    model = later_stage(kind).train(trains)
+    tokens = torch.arange(24).view(2, 12)
+    received = torch.randn(12, 2, 32, requires_grad=trains)
+    alive = weakref.ref(received)
+    model.set_input_tensor([received])
+    with torch.set_grad_enabled(trains):
+        loss = model(tokens, labels=tokens).mean()
+    if trains:
+        assert alive() is not None
+        loss.backward()
+        assert received.grad is not None
+    del received, loss
+    assert alive() is None
