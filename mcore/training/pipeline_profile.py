@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore import device
-from mcore.log import get_logger
+from mcore.log import get_logger, warn_ignored
 from mcore.pipeline_parallel.actions import Action
 from mcore.topology.collectives import all_gather_object
 from mcore.training.initialize import Runtime
@@ -25,7 +25,7 @@ _RECORDED_STEPS = 10
 
 
 class PipelineProfile:
-    """An observer of the executor that records a few steps of a run and writes them at its end.
+    """An observer of the executor that records a few steps of a run, and writes them at once.
 
     Args:
         path: the trace file.
@@ -39,10 +39,27 @@ class PipelineProfile:
         self._steps = -_SKIPPED_STEPS - 1
         self._marks: list[tuple[int, Action, Any, Any, Any]] = []
         self._waited: Any = None
+        self._is_written = False
 
     def begin_step(self) -> None:
         """A training step starts."""
         self._steps += 1
+
+    def end_step(self) -> None:
+        """A training step has ended; after the last recorded one the trace is written.
+
+        Comm: that of `write`.
+        """
+        if self._steps == _RECORDED_STEPS - 1:
+            self.write()
+
+    def close(self) -> None:
+        """The run ends in good order: write what it has recorded, if that has not been done.
+
+        Comm: that of `write`.
+        """
+        if not self._is_written:
+            self.write()
 
     @property
     def is_recording(self) -> bool:
@@ -69,7 +86,8 @@ class PipelineProfile:
         """Write the trace of the pipeline of global rank 0, and log the bubble.
 
         Returns:
-            On ranks of that pipeline the report; None elsewhere, or where nothing was recorded.
+            On ranks of that pipeline the report; None elsewhere, or where nothing was recorded,
+            which is told.
 
         Comm: one gather of host-side facts over the pipeline group.
         """
@@ -77,8 +95,13 @@ class PipelineProfile:
             Event(step, str(action), *map(self._clock.seconds, marks))
             for step, action, *marks in self._marks
         ]
+        self._marks, self._is_written = [], True
         ranks: list[list[Event]] = all_gather_object(own, self._runtime.ctx.pp)
-        if 0 not in self._runtime.ctx.pp.ranks or not all(ranks):
+        if 0 not in self._runtime.ctx.pp.ranks:
+            return None
+        if not all(ranks):
+            if self._runtime.is_writer:
+                warn_ignored("--profile-pipeline", "the first step of a start is not recorded")
             return None
         report = report_bubble(ranks, self._runtime.pipeline.schedule)
         if self._runtime.is_writer:

@@ -10,9 +10,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mcore.pipeline_parallel import Costs, Schedule, build_pipeline, parse_schedule, simulate
+from mcore.pipeline_parallel import (
+    Costs,
+    Schedule,
+    build_pipeline,
+    default_schedule,
+    parse_schedule,
+    simulate,
+)
+from mcore.pipeline_parallel.actions import backward, forward
 from mcore.topology.group import Group
 from mcore.training import pipeline_profile
+from mcore.training.observation import Observation
 from mcore.training.pipeline_profile import PipelineProfile
 from mcore.training.pipeline_report import (
     Event,
@@ -119,3 +128,58 @@ def test_the_log_says_what_was_measured_and_what_was_predicted(monkeypatch, tmp_
         assert PipelineProfile(str(tmp_path / "file" / "trace.json"), runtime).write() == report
     assert "--profile-pipeline" in caplog.text
     assert "cannot be written" in caplog.text
+
+
+@pytest.fixture
+def alone():
+    """The runtime of the writer, in a pipeline of one."""
+    return SimpleNamespace(
+        device=torch.device("cpu"),
+        ctx=SimpleNamespace(pp=Group.single("pp")),
+        pipeline=SimpleNamespace(schedule=default_schedule(1)),
+        is_writer=True,
+    )
+
+
+def steps(observation, numbers):
+    for number in numbers:
+        observation.before_step(number)
+        for action in (forward(0, 0), backward(0, 0)):
+            observer = observation.observer()
+            with observer.waiting(action), observer.running(action):
+                pass
+        observation.after_step(number + 1, 0.0)
+
+
+def recorded_steps(path):
+    events = json.loads(path.read_text())["traceEvents"]
+    return sorted({event["args"]["step"] for event in events if event["ph"] == "X"})
+
+
+def test_the_trace_is_there_once_the_eleventh_step_is_done(alone, tmp_path):
+    """Whatever becomes of the run after that."""
+    path = tmp_path / "trace.json"
+    profile = PipelineProfile(str(path), alone)
+    observation = Observation(pipeline=profile)
+    steps(observation, range(10))
+    assert not path.exists()
+    steps(observation, [10])
+    assert recorded_steps(path) == [*range(10)]
+    path.unlink()
+    steps(observation, [11, 12])
+    profile.close()
+    assert not path.exists()  # it is written once
+
+
+def test_a_run_that_ends_earlier_writes_what_there_is(alone, tmp_path, caplog):
+    path = tmp_path / "trace.json"
+    profile = PipelineProfile(str(path), alone)
+    steps(Observation(pipeline=profile), range(3))
+    profile.close()
+    assert recorded_steps(path) == [0, 1]
+    assert "no effect" not in caplog.text
+    of_one_step = PipelineProfile(str(tmp_path / "none.json"), alone)
+    steps(Observation(pipeline=of_one_step), [0])
+    of_one_step.close()
+    assert "--profile-pipeline has no effect: the first step of a start" in caplog.text
+    assert not (tmp_path / "none.json").exists()
