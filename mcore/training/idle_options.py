@@ -37,6 +37,12 @@ def _draws(config: RunConfig) -> bool:
     return tensorboard_directory(config) is not None or config.logging.wandb_project is not None
 
 
+def _has_pipeline(config: RunConfig) -> bool:
+    return config.model.pipeline_model_parallel_size > 1
+
+
+_ONE_STAGE = "there is one pipeline rank"
+
 _RULES = (
     _Rule(
         "optimizer",
@@ -106,6 +112,21 @@ _RULES = (
         "eval_global_batch_size",
         lambda config: config.evaluation.eval_iters > 0,
         "--eval-iters is 0",
+    ),
+    _Rule(
+        "pipeline",
+        "pipeline_schedule max_in_flight_microbatches "
+        "microbatch_group_size_per_virtual_pipeline_stage num_layers_per_virtual_pipeline_stage "
+        "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split "
+        "pipeline_model_parallel_layout profile_pipeline",
+        _has_pipeline,
+        _ONE_STAGE,
+    ),
+    _Rule(
+        "model",
+        "virtual_pipeline_model_parallel_size use_tp_pp_dp_mapping",
+        _has_pipeline,
+        _ONE_STAGE,
     ),
     _Rule(
         "profiling",

@@ -16,16 +16,12 @@ from mcore import parallel_state
 from mcore.config.run import RunConfig
 from mcore.device import DeviceName, backend_name, pick_device
 from mcore.errors import ConfigError
-from mcore.log import configure, get_logger, warn_ignored
+from mcore.log import configure, get_logger
 from mcore.tensor_parallel.random import model_parallel_cuda_manual_seed
 from mcore.topology.collectives import barrier
 from mcore.topology.context import ParallelContext
 from mcore.topology.group import Group
-from mcore.training.pipeline_plan import (
-    PipelinePlan,
-    options_without_effect,
-    plan_pipeline,
-)
+from mcore.training.pipeline_plan import PipelinePlan, plan_pipeline
 from mcore.training.rendezvous import meet
 
 
@@ -188,8 +184,6 @@ def initialize(config: RunConfig, launch: Launch) -> Runtime:
     )
     if ctx.pp.size > 1:
         get_logger().info("pipeline schedule: %s", pipeline.schedule.name)
-    for option in options_without_effect(config):
-        warn_ignored(option, "there is one pipeline rank")
     return Runtime(ctx, device, world.is_owned, pipeline, host_group(minutes))
 
 

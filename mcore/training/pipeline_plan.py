@@ -123,22 +123,6 @@ def read_schedule(path: str) -> CustomPlans:
     return parse_schedule(text, path)
 
 
-def options_without_effect(config: RunConfig) -> tuple[str, ...]:
-    """Flags that were given and mean nothing where there is one pipeline rank."""
-    options = config.pipeline
-    given = {
-        "--pipeline-schedule": options.pipeline_schedule,
-        "--max-in-flight-microbatches": options.max_in_flight_microbatches,
-        "--microbatch-group-size-per-virtual-pipeline-stage": (
-            options.microbatch_group_size_per_virtual_pipeline_stage
-        ),
-        "--profile-pipeline": options.profile_pipeline,
-    }
-    if config.model.pipeline_model_parallel_size > 1:
-        return ()
-    return tuple(flag for flag, value in given.items() if value is not None)
-
-
 def _schedule(config: RunConfig) -> Schedule:
     chunks = config.pipeline.num_chunks(config.model)
     if config.model.pipeline_model_parallel_size > 1:

@@ -9,9 +9,9 @@ from mcore.config.run import microbatch_counts
 from mcore.errors import ConfigError, McoreError
 from mcore.pipeline_parallel import Schedule, default_schedule
 from mcore.training.arguments import build_config, parse
+from mcore.training.idle_options import idle_options
 from mcore.training.initialize import Launch
 from mcore.training.pipeline_plan import (
-    options_without_effect,
     plan_pipeline,
     plan_split,
     prove_pipeline,
@@ -156,23 +156,35 @@ def prepare_at(pp, flags):
 @pytest.mark.parametrize(
     ("flags", "ignored"),
     [
-        ("", ()),
-        ("--pipeline-schedule zb-v", ("--pipeline-schedule",)),
-        ("--pipeline-schedule interleaved-1f1b", ("--pipeline-schedule",)),
-        ("--max-in-flight-microbatches 2", ("--max-in-flight-microbatches",)),
+        ("", []),
+        ("--pipeline-schedule zb-v", ["--pipeline-schedule"]),
+        ("--pipeline-schedule interleaved-1f1b", ["--pipeline-schedule"]),
+        ("--max-in-flight-microbatches 2", ["--max-in-flight-microbatches"]),
         (
             "--microbatch-group-size-per-virtual-pipeline-stage 2",
-            ("--microbatch-group-size-per-virtual-pipeline-stage",),
+            ["--microbatch-group-size-per-virtual-pipeline-stage"],
         ),
-        ("--profile-pipeline trace.json", ("--profile-pipeline",)),
+        ("--profile-pipeline trace.json", ["--profile-pipeline"]),
+        (
+            "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
+            ["--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"],
+        ),
+        ("--pipeline-model-parallel-layout auto", ["--pipeline-model-parallel-layout"]),
+        ("--pipeline-model-parallel-layout Et*4L", ["--pipeline-model-parallel-layout"]),
+        (
+            "--num-layers-per-virtual-pipeline-stage 4",
+            ["--num-layers-per-virtual-pipeline-stage"],
+        ),
+        ("--use-tp-pp-dp-mapping", ["--use-tp-pp-dp-mapping"]),
     ],
 )
 def test_what_means_nothing_on_one_rank_is_told(flags, ignored):
     config = config_of(1, 4, flags)
+    check(config, 1)
     assert plan_pipeline(config).schedule == default_schedule(1)
-    assert options_without_effect(config) == ignored
-    if "group-size" not in flags and "interleaved" not in flags:
-        assert options_without_effect(config_of(2, 4, flags)) == ()
+    assert plan_split(config, plan_pipeline(config)) == (4,)
+    assert list(idle_options(config)) == [(flag, "there is one pipeline rank") for flag in ignored]
+    assert list(idle_options(config_of(2, 4, flags))) == []
 
 
 @pytest.mark.parametrize(
