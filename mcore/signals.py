@@ -19,6 +19,7 @@ from pathlib import Path
 from types import FrameType, MethodType
 
 from mcore.log import report_error
+from mcore.notice import Notice, open_notice, own_notice
 
 #: Save and leave: what a scheduler, torchrun, Ctrl-C, a closed terminal and Slurm's users send.
 EXIT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2)
@@ -31,6 +32,8 @@ _REPEAT_SECONDS = 5.0
 _TICK_SECONDS = 0.5
 #: A rank whose neighbour has died gets so long to find out and say so itself.
 _GRACE_SECONDS = 10.0
+#: The notice of a rank that ends since another one has: that is the one to look for.
+_FOLLOWS = "has lost a peer"
 
 
 class SignalWatch:
@@ -41,6 +44,7 @@ class SignalWatch:
 
     Attributes:
         started: `time.monotonic()` when the watch began, near the start of the process.
+        notice: what this process is doing; the others repeat it should this one die.
     """
 
     def __init__(self) -> None:
@@ -51,7 +55,10 @@ class SignalWatch:
         self._save_means_exit = False
         self._parent = os.getppid()
         self._follows_parent = False
+        self.notice = own_notice()
+        self._rank: int | None = None
         self._peers: dict[int, int] = {}
+        self._notices: dict[int, Notice] = {}
         self._deadline: float | None = None
         self._reader, writer = socket.socketpair()
         writer.setblocking(False)
@@ -99,16 +106,24 @@ class SignalWatch:
         """End this process when the process that started it ends."""
         self._follows_parent = True
 
-    def watch_peers(self, pids: Mapping[int, int]) -> None:
+    def watch_peers(
+        self, pids: Mapping[int, int], addresses: Mapping[int, str] | None = None
+    ) -> None:
         """Leave when another rank on this machine has died, should the main thread not notice.
 
         Args:
             pids: rank -> process. Those that this process's parent has not started are left out:
                 they may be seen under other numbers.
+            addresses: rank -> where its notice is.
         """
-        self._peers = {
-            rank: pid for rank, pid in pids.items() if pid != os.getpid() and _is_sibling(pid)
-        }
+        self._rank = next((rank for rank, pid in pids.items() if pid == os.getpid()), None)
+        peers = {rank: pid for rank, pid in pids.items() if pid != os.getpid() and _is_sibling(pid)}
+        self._notices = {rank: open_notice((addresses or {}).get(rank, "")) for rank in peers}
+        self._peers = peers
+
+    def follow_peer(self) -> None:
+        """This process is about to end since another one has: nobody need look for its reason."""
+        self.notice.write(_FOLLOWS)
 
     def ignore_peers(self) -> None:
         """From now on other ranks may end: the run is over."""
@@ -164,11 +179,22 @@ class SignalWatch:
         now = time.monotonic()
         if self._deadline is None:
             self._deadline = now + _GRACE_SECONDS
-        if self._exit is not None:  # the launcher knows of the death, and ends the job
-            os._exit(1)
-        if now > self._deadline:
-            report_error(f"rank {dead[0]} (process {self._peers[dead[0]]}) has died; leaving")
-            os._exit(1)
+        # With a signal the launcher has told us: it knows of the death, and ends the job.
+        if self._exit is not None or now > self._deadline:
+            self._leave(dead)
+
+    def _leave(self, dead: list[int]) -> None:
+        """Say who has died doing what, and what this rank was doing meanwhile."""
+        said = {rank: self._notices[rank].read() for rank in dead}
+        first = [rank for rank in dead if said[rank] != _FOLLOWS] or dead
+        deaths = "; ".join(
+            f"rank {rank} (process {self._peers[rank]}) has died {said[rank]}".rstrip()
+            for rank in first
+        )
+        own, who = self.notice.read(), "" if self._rank is None else f"rank {self._rank}: "
+        self.follow_peer()
+        report_error(f"{who}{deaths}; leaving" + (f" (this rank was {own})" if own else ""))
+        os._exit(1)
 
 
 def install() -> SignalWatch | None:

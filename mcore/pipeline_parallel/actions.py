@@ -45,6 +45,11 @@ class Action(NamedTuple):
     def __str__(self) -> str:
         return f"{self.kind.value}{self.chunk}.{self.microbatch}"
 
+    @property
+    def described(self) -> str:
+        """The action in full, for messages."""
+        return f"{self} (chunk {self.chunk}, microbatch {self.microbatch})"
+
 
 Plan: TypeAlias = tuple[Action, ...]
 

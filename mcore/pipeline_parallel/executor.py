@@ -331,11 +331,9 @@ class _Naming(AbstractContextManager[None]):
     ) -> None:
         if isinstance(error, Exception):
             get_logger().error(
-                "pipeline rank %d failed in %s (chunk %d, microbatch %d): %s: %s",
+                "pipeline rank %d failed in %s: %s: %s",
                 self._rank,
-                self._action,
-                self._action.chunk,
-                self._action.microbatch,
+                self._action.described,
                 type(error).__name__,
                 error,
             )

@@ -187,7 +187,7 @@ class P2PCommunicator:
         for message in dict.fromkeys(messages):
             peer = self._peer(message)
             who = f"pipeline rank {peer} (global rank {self._group.ranks[peer]})"
-            what = _what(message)
+            what = message.producer.described
             sent = self._is_sent(message)
             owed.append(f"the receipt of {what} by {who}" if sent else f"{what} from {who}")
         return LostPeerError(
@@ -226,11 +226,6 @@ class P2PCommunicator:
             message: _read_header(header)
             for message, (header,) in zip(batch.receives, empty, strict=True)
         }
-
-
-def _what(message: Message) -> str:
-    action = message.producer
-    return f"{action} (chunk {action.chunk}, microbatch {action.microbatch})"
 
 
 def _write_header(payload: Payload) -> Tensor:

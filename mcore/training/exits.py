@@ -97,12 +97,17 @@ def tell_workers(config: RunConfig, runtime: Runtime, watch: SignalWatch | None)
     The file has a process number a line, in the order of ranks; followed by the host's name where
     the job spans several.
 
-    Comm: gathers host and process number of every rank.
+    Comm: gathers host, process number and address of the notice of every rank.
     """
-    workers = all_gather_object((socket.gethostname(), os.getpid()), runtime.host)
+    address = "" if watch is None else watch.notice.address
+    workers = all_gather_object((socket.gethostname(), os.getpid(), address), runtime.host)
     here = workers[runtime.host.rank][0]
     if watch is not None:
-        watch.watch_peers({r: pid for r, (host, pid) in enumerate(workers) if host == here})
+        near = {r: (pid, own) for r, (host, pid, own) in enumerate(workers) if host == here}
+        watch.watch_peers(
+            {rank: pid for rank, (pid, _) in near.items()},
+            {rank: own for rank, (_, own) in near.items()},
+        )
     if not runtime.host.is_first or watch is None:
         return
     get_logger().info(
@@ -113,6 +118,6 @@ def tell_workers(config: RunConfig, runtime: Runtime, watch: SignalWatch | None)
         workers[0][1],
     )
     if config.checkpoint.save is not None:
-        several = len({host for host, _ in workers}) > 1
-        lines = [f"{pid} {host}" if several else str(pid) for host, pid in workers]
+        several = len({host for host, *_ in workers}) > 1
+        lines = [f"{pid} {host}" if several else str(pid) for host, pid, _ in workers]
         Path(config.checkpoint.save, WORKER_PIDS).write_text("\n".join(lines) + "\n")

@@ -42,7 +42,12 @@ from mcore.training.initialize import (
 from mcore.training.logging import RunLog
 from mcore.training.loop import Run
 from mcore.training.memory_watch import MemoryWatch
-from mcore.training.observation import Observation, build_profiler, build_timers
+from mcore.training.observation import (
+    Observation,
+    Whereabouts,
+    build_profiler,
+    build_timers,
+)
 from mcore.training.options import spellings
 from mcore.training.pipeline_profile import PipelineProfile
 from mcore.training.places import DataFiles
@@ -122,8 +127,7 @@ def pretrain(
     try:
         run(prepared, launch, Providers(datasets_provider, model_provider, forward_step), watch)
     except LostPeerError as error:
-        report_error(f"rank {launch.rank}: {error}")
-        leave_now(1)
+        _leave_after_loss(str(error), launch, watch)
     except McoreError as error:
         if watch is not None:
             watch.let_signals_kill()
@@ -134,11 +138,11 @@ def pretrain(
     except RuntimeError as error:
         if not is_loss_of_peer(error):
             raise
-        report_error(
-            f"rank {launch.rank}: another rank has ended, and its own message says why; or it was "
-            f"silent for longer than --distributed-timeout-minutes ({str(error).splitlines()[0]})"
+        reason = (
+            "another rank has ended, and its own message says why; or it was silent for longer "
+            f"than --distributed-timeout-minutes ({str(error).splitlines()[0]})"
         )
-        leave_now(1)
+        _leave_after_loss(reason, launch, watch)
     if watch is not None:
         watch.end()
 
@@ -207,7 +211,8 @@ def _run_told(
     )
     log.progress("started", state)
     profile = _profile(config, runtime)
-    observation = Observation(timers, profiler, profile)
+    whereabouts = None if watch is None else Whereabouts(watch.notice)
+    observation = Observation(timers, profiler, profile, whereabouts)
     has_policy = config.stability.loss_spike_policy != "off"
     steps = StepFunctions(
         providers.forward_step,
@@ -230,8 +235,8 @@ def _run_told(
         if not config.training.skip_train:
             with garbage_collection(config.runtime):
                 training.train()
-            if profile is not None:
-                profile.write()
+        if profile is not None:
+            profile.close()
         if state.iteration == resolved.train_iters or config.training.skip_train:
             training.finish()
     except BaseException as error:
@@ -248,6 +253,13 @@ def _run_told(
         watch.ignore_peers()
     finish(runtime)
     return state
+
+
+def _leave_after_loss(reason: str, launch: Launch, watch: SignalWatch | None) -> None:
+    if watch is not None:
+        watch.follow_peer()
+    report_error(f"rank {launch.rank}: {reason}")
+    leave_now(1)
 
 
 def _check_continuation(state: TrainState, resolved: Resolved) -> None:

@@ -260,12 +260,13 @@ class StepFunctions:
         for chunk in chunks:
             chunk.eval()
         total = torch.zeros(2, dtype=torch.float64, device=self._runtime.device)
+        hooks = ScheduleHooks(observer=self._observation.evaluation_observer())
         done = 0
         while done < iterations and not leave():
             records = self._run(
                 chunks,
                 streams,
-                ScheduleHooks(),
+                hooks,
                 self._resolved.eval_num_microbatches,
                 forward_only=True,
             )

@@ -3,15 +3,18 @@
     failing_program.py WHAT RANK COUNT MARKER SECONDS [flags of pretrain_gpt.py]
 
 WHAT is `kill` (SIGKILL), `stop` (SIGSTOP) or `raise` (an exception), at the start of this rank's
-COUNTth forward step; or `data`: its COUNTth sample cannot be read. It happens once: not where the
+COUNTth forward step; `kill-beside`: it is killed while the other ranks compute their next one,
+which they never end; or `data`: its COUNTth sample cannot be read. It happens once: not where the
 file MARKER exists, which it makes. Where timeouts are given in minutes, a minute has SECONDS.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -35,6 +38,13 @@ class Misfortune:
             return False
         self._marker.write_text(str(os.getpid()))
         return True
+
+
+def outlive(marker):
+    """Be busy when it happens, and from then on."""
+    while not marker.exists():
+        time.sleep(0.01)
+    time.sleep(120)
 
 
 class Corrupt:
@@ -64,7 +74,12 @@ def main():
 
     initialize.timedelta = parallel_state.timedelta = of_short_minutes
 
+    forwards = itertools.count()
+
     def forward_step(data_iterator, model):
+        is_other = os.environ.get("RANK", "0") != rank
+        if what == "kill-beside" and is_other and next(forwards) == int(count):
+            outlive(Path(marker))
         if what != "data" and misfortune.is_due():
             if what == "raise":
                 raise ValueError("a misfortune")

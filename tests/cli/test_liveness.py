@@ -121,7 +121,7 @@ def run_ranks(words, size, folder, limit, stopped=None):
 
 
 #: What a neighbour in the pipeline says.
-LOST = r"waited for .*\(chunk \d, microbatch \d\) .*\(global rank {}\)"
+LOST = r"waited for .*\(chunk \d, microbatch \d\) .*\(global rank {0}\)"
 
 #: What happens to which rank at which forward or sample; what which rank has to say.
 FAILURES = {
@@ -185,16 +185,30 @@ def run_under_torchrun(words, size, folder, limit):
     return (folder / "output.txt").read_text()
 
 
-@pytest.mark.parametrize(
-    "layout", [Layout(pp=2), pytest.param(Layout(pp=2, dp=2), marks=full)], ids=str
+#: What a rank says that computes while another one dies.
+BESIDE = (
+    r"error: rank 0: rank 1 \(process \d+\) has died in F0\.1 \(chunk 0, microbatch 1\); leaving "
+    r"\(this rank was in F0\.2 \(chunk 0, microbatch 2\)\)"
 )
-def test_a_job_whose_rank_is_killed_ends(corpus, tmp_path, layout):
-    """torchrun's own report has to do where it ends the others before they have noticed."""
+#: What one that waits says first, by itself or since torchrun ends it.
+AWAITED = rf"{LOST}|rank {{0}} in a collective|rank {{0}} \(process \d+\) has died"
+
+
+@pytest.mark.parametrize(
+    ("layout", "what", "count", "message"),
+    [
+        pytest.param(Layout(pp=2), "kill-beside", 2, BESIDE, id="the-other-computes"),
+        pytest.param(Layout(pp=2), "kill", 5, AWAITED, marks=full, id="the-other-waits"),
+        pytest.param(Layout(pp=2, dp=2), "kill", 5, AWAITED, marks=full, id="replicas"),
+    ],
+)
+def test_a_job_whose_rank_is_killed_ends(corpus, tmp_path, layout, what, count, message):
     words = command(corpus, 50, "--device cpu", *layout.flags)
     rank = layout.world_size - 1
-    failing = [*misfortune("kill", rank, 5, tmp_path), *words]
+    failing = [*misfortune(what, rank, count, tmp_path), *words]
     output = run_under_torchrun(failing, layout.world_size, tmp_path, DEATH_SECONDS)
     assert re.search(rf"rank +: {rank} .*\n +exitcode +: -9", output), output
+    assert re.search(message.format(rank), output), output
 
 
 @full

@@ -16,8 +16,8 @@ ROOT = Path(__file__).parents[2]
 
 #: Packages and modules by floor; those of one floor are siblings.
 FLOORS = [
-    {"mcore.errors", "mcore.log", "mcore.signals", "mcore.device", "mcore.version"}
-    | {"mcore.kernels"},
+    {"mcore.errors", "mcore.log", "mcore.signals", "mcore.notice", "mcore.device"}
+    | {"mcore.version", "mcore.kernels"},
     # The layouts of ranks and stages are plain integers, which options are checked against.
     {
         "mcore.topology.rank_layout",
@@ -89,6 +89,7 @@ MAY_TOUCH = {
     "print": {"mcore.cli", "tools", "examples"},
     "files": {
         "mcore.signals",  # asks the kernel which processes are alive
+        "mcore.notice",  # memory that processes share is opened as a file
         "mcore.data",
         "mcore.checkpoint",
         "mcore.training",

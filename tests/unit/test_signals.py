@@ -136,19 +136,56 @@ def test_a_worker_ends_with_its_launcher(start):
     assert ended_within(worker_pid, SECONDS)
 
 
+def watching(neighbours, grace=""):
+    """A worker that says what it does, and lets the peers of these ranks and programs die."""
+    pids = {rank: process.pid for rank, (process, _) in neighbours.items()}
+    addresses = {rank: address for rank, (_, address) in neighbours.items()}
+    return f"""
+    {grace}
+    watch.watch_peers({{**{pids}, 3: os.getpid()}}, {addresses})
+    watch.notice.write('in F0.2')
+    print(watch.dead_peers(), flush=True); time.sleep(60)
+    """
+
+
+def neighbour(start, says):
+    process = start(
+        f"watch.notice.write({says!r}); print(watch.notice.address, flush=True); time.sleep(60)"
+    )
+    return process, process.stdout.readline().strip()
+
+
 @pytest.mark.parametrize("told", [True, False], ids=["told", "alone"])
-def test_a_worker_leaves_when_its_neighbour_has_died(start, told):
-    neighbour = start("time.sleep(60)")
-    grace = "" if told else "import mcore.signals; mcore.signals._GRACE_SECONDS = 0.5\n"
-    worker = start(f"{grace}watch.watch_peers({{7: {neighbour.pid}}})\n"
-                   "print(watch.dead_peers(), flush=True); time.sleep(60)")  # fmt: skip
+def test_a_worker_leaves_when_its_neighbour_has_died_and_says_what_both_did(start, told):
+    dying = neighbour(start, "in B0.1")
+    grace = "" if told else "import mcore.signals; mcore.signals._GRACE_SECONDS = 0.5"
+    worker = start(watching({7: dying}, grace))
     assert worker.stdout.readline() == "[]\n"
-    neighbour.kill()
-    neighbour.wait()
+    dying[0].kill()
+    dying[0].wait()
     if told:  # as torchrun does
         worker.send_signal(signal.SIGTERM)
     assert worker.wait(SECONDS) == 1
-    assert ("rank 7" in worker.stderr.read()) is not told
+    assert worker.stderr.read() == (
+        f"error: rank 3: rank 7 (process {dying[0].pid}) has died in B0.1; "
+        "leaving (this rank was in F0.2)\n"
+    )
+
+
+def test_the_one_who_died_first_is_named(start):
+    """And not those that have left since, each for the same reason."""
+    dying = neighbour(start, "")
+    follower = start("watch.follow_peer(); print(watch.notice.address, flush=True); time.sleep(60)")
+    follower = (follower, follower.stdout.readline().strip())
+    worker = start(watching({0: follower, 7: dying, 8: (dying[0], "/nowhere")}))
+    assert worker.stdout.readline() == "[]\n"
+    for process, _ in (follower, dying):
+        process.kill()
+        process.wait()
+    worker.send_signal(signal.SIGTERM)
+    assert worker.wait(SECONDS) == 1
+    died = f"(process {dying[0].pid}) has died"
+    assert f"rank 3: rank 7 {died}; rank 8 {died}; leaving" in worker.stderr.read()
 
 
 def test_processes_of_another_launcher_are_no_neighbours(start):
