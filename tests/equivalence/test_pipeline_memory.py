@@ -14,7 +14,7 @@ from mcore.training.gpt import datasets_provider, model_provider
 from mcore.training.pretrain import Providers
 from pretrain_gpt import forward_step
 from tests.equivalence.program import Layout, train_and_inspect
-from tests.equivalence.tiny import SEQUENCE, command
+from tests.equivalence.tiny import SEQUENCE, VOCABULARY, command
 
 
 class Meter:
@@ -93,8 +93,11 @@ def test_peak_activations_of_1f1b_do_not_grow_with_the_batch_and_those_of_gpipe_
     all_many = peaks(corpus, layout, 16, "--pipeline-schedule gpipe")
     print(f"bytes by rank: m = 1 {one}; 1f1b {few} {many}; gpipe {all_few} {all_many}")
     heads, hidden = 4, 32  # of `command`; norms and attention keep 4 + heads numbers a row
-    layer = 4 * SEQUENCE * (16 * hidden + heads + 4)
-    assert all(saved == layer * 4 // pp for saved in one[1:-1])
+    layers = [4 * SEQUENCE * (16 * hidden + heads + 4) * 4 // pp] * pp
+    layers[0] += 2 * 8 * SEQUENCE  # token and position ids
+    # The last norm with its input and row statistics, its output, the logits; labels, loss mask.
+    layers[-1] += 4 * SEQUENCE * (hidden + 2 + hidden + VOCABULARY) + (8 + 4) * SEQUENCE
+    assert one == layers
     for rank in range(pp):
         assert many[rank] == pytest.approx(few[rank], rel=0.05)
         assert few[rank] == pytest.approx((pp - rank) * one[rank], rel=0.05)

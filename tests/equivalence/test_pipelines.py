@@ -50,7 +50,7 @@ SCHEDULES = {
 DAILY = {
     ("gpt2", "gpipe2", 4, 1),
     ("llama", "bounded2", 4, 1),
-    ("gpt2", "zb-h1-2", 2, 1),
+    ("gpt2", "zb-h1-2", 2, 2),
     ("llama", "interleaved2", 1, 1),
     ("llama", "zb-v2", 8, 1),
     ("llama", "zb-h1-4", 4, 1),
@@ -68,7 +68,13 @@ DEEP = {
     "layout-virtual": "--pipeline-model-parallel-layout E|tt|t|t|t|t|t|tL",
     "auto": "--pipeline-model-parallel-layout auto",
     "auto-zb-v": "--pipeline-model-parallel-layout auto --pipeline-schedule zb-v",
+    "ends-gpipe": "--decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 1 "
+    "--pipeline-schedule gpipe",
+    "layout-bounded": "--pipeline-model-parallel-layout Et|t*3|(t|)t*3L "
+    "--max-in-flight-microbatches 2",
 }
+#: Those that run with tensor and sequence parallelism as well, on 8 ranks.
+DEEP_CUT = [("interleaved", 4), ("zb-v", 6), ("first-zb-h1", 3), ("layout-bounded", 12)]
 
 
 def matrix():
@@ -77,7 +83,7 @@ def matrix():
             for m in (1, 2, 4, 8):
                 for tp in (1, 2):
                     is_daily = (name, schedule, m, tp) in DAILY
-                    if tp == 2 and SCHEDULES[schedule][0] == 4 and not is_daily:
+                    if tp == 2 and SCHEDULES[schedule][0] == 4 and m != 4:  # 8 ranks
                         continue
                     marks = () if is_daily else (full,)
                     yield pytest.param(name, schedule, m, tp, marks=marks)
@@ -109,16 +115,18 @@ def deep_cases():
     daily = {("zb-v", 3), ("layout-virtual", 4)}
     for case in DEEP:
         for m in (1, 2, 3, 4, 6, 12):
-            yield pytest.param(case, m, marks=() if (case, m) in daily else (full,))
+            yield pytest.param(case, m, 1, marks=() if (case, m) in daily else (full,))
+    for case, m in DEEP_CUT:
+        yield pytest.param(case, m, 2, marks=full)
 
 
 @pytest.mark.golden
 @pytest.mark.dist
-@pytest.mark.parametrize(("case", "m"), list(deep_cases()))
-def test_every_split_equals_the_reference(families, case, m):
+@pytest.mark.parametrize(("case", "m", "tp"), list(deep_cases()))
+def test_every_split_equals_the_reference(families, case, m, tp):
     family = families("gpt2_8layers")
     flags = [*family.command(12 // m), *DEEP[case].split()]
-    assert_equals_reference(train(flags, Layout(pp=4)), family.reference)
+    assert_equals_reference(train(flags, Layout(tp=tp, pp=4, sp=tp > 1)), family.reference)
 
 
 #: Plans of one's own, two ranks and four microbatches: some backwards split and others not.
@@ -181,42 +189,49 @@ ODD = {
     "bounded": (4, "--max-in-flight-microbatches 3"),
     "gpipe": (4, "--pipeline-schedule gpipe"),
 }
+#: With two chunks on each of four ranks, of a model of eight layers: fewer microbatches than ranks,
+#: and a last group that is not full.
+ODD_DEEP = (3, 5, 7, 8, 9)
 
 
 def odd_cases():
     daily = {("interleaved", 3), ("zb-h1", 5), ("zb-v", 5)}
     for case, (pp, _) in ODD.items():
         for m in range(1, 2 * pp + 2):
-            yield pytest.param(case, m, marks=() if (case, m) in daily else (full,))
+            marks = () if (case, m) in daily else (full,)
+            yield pytest.param("gpt2", case, pp, m, marks=marks)
+    for case in ("interleaved", "zb-v"):
+        for m in ODD_DEEP:
+            yield pytest.param("gpt2_8layers", case, 4, m, marks=full)
 
 
 @pytest.fixture(scope="module")
 def alone(families):
-    """Runs in one process by microbatch count."""
+    """Runs in one process by model and microbatch count."""
     made = {}
 
-    def get(m):
-        if m not in made:
-            made[m] = train(odd_command(families, m), SINGLE)
-        return made[m]
+    def get(name, m):
+        if (name, m) not in made:
+            made[name, m] = train(odd_command(families(name), m), SINGLE)
+        return made[name, m]
 
     return get
 
 
-def odd_command(families, m):
+def odd_command(family, m):
     words = f"--global-batch-size {m} --train-iters 4 --split 90,10,0 --hidden-dropout 0.1"
     words += " --attention-dropout 0.1 --eval-iters 1 --eval-interval 2"
-    return [*families("gpt2").command(1), *words.split()]
+    return [*family.command(1), *words.split()]
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("case", "m"), list(odd_cases()))
-def test_every_microbatch_count_equals_one_process(families, alone, case, m):
-    pp, flags = ODD[case]
-    records = train([*odd_command(families, m), *flags.split()], Layout(pp=pp))
-    assert largest_difference(records, alone(m)) <= LAYOUT_TOLERANCE
-    assert largest_difference(records, alone(m), "valid_lm_loss") <= LAYOUT_TOLERANCE
-    assert largest_relative_difference(records, alone(m)) <= 2e-5
+@pytest.mark.parametrize(("name", "case", "pp", "m"), list(odd_cases()))
+def test_every_microbatch_count_equals_one_process(families, alone, name, case, pp, m):
+    words = [*odd_command(families(name), m), *ODD[case][1].split()]
+    records, wanted = train(words, Layout(pp=pp)), alone(name, m)
+    assert largest_difference(records, wanted) <= LAYOUT_TOLERANCE
+    assert largest_difference(records, wanted, "valid_lm_loss") <= LAYOUT_TOLERANCE
+    assert largest_relative_difference(records, wanted) <= 2e-5
 
 
 @pytest.mark.dist
@@ -231,15 +246,27 @@ def test_data_parallel_overlap_and_a_sharded_optimizer(families, case):
     assert_equals_reference(records, family.reference)
 
 
-@pytest.mark.full
+@pytest.fixture(scope="module")
+def in_bfloat16(families):
+    """The usual schedule in bf16."""
+    return train([*families("llama").command(2), "--bf16"], Layout(pp=2))
+
+
 @pytest.mark.dist
-def test_bfloat16_at_a_zero_bubble_schedule(families):
+@pytest.mark.parametrize(
+    "case",
+    [
+        "zb-v2",
+        *(pytest.param(case, marks=full) for case in ("gpipe2", "bounded2", "zb-h1-2")),
+        pytest.param("interleaved2", marks=full),
+    ],
+)
+def test_bfloat16_at_every_schedule(families, in_bfloat16, case):
     family = families("llama")
-    words = [*family.command(2), "--bf16"]
-    split = train([*words, "--pipeline-schedule", "zb-v"], Layout(pp=2))
-    whole = train(words, Layout(pp=2))
-    assert largest_difference(split, whole) <= 0.02
-    assert largest_difference(split, family.reference["iterations"]) <= 0.05
+    words = [*family.command(2), "--bf16", *SCHEDULES[case][1].split()]
+    records = train(words, Layout(pp=2))
+    assert 0 < largest_difference(records, family.reference["iterations"]) <= 0.05
+    assert largest_difference(records, in_bfloat16) <= 0.02
 
 
 @pytest.mark.dist

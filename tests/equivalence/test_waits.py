@@ -8,8 +8,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mcore.device import HostRead
+from mcore.testing import run_distributed
 from mcore.training.step import StepFunctions
-from tests.equivalence.program import train
+from tests.equivalence.program import Layout, train_here
 from tests.equivalence.tiny import command
 
 #: What asks a tensor for its numbers, from Python, and from within torch's own operations.
@@ -42,22 +43,36 @@ class Operations(TorchDispatchMode):
 OVERFLOWS = "--fp16 --initial-loss-scale 1e30 --hidden-dropout 0.1 --log-params-norm"
 
 
-@pytest.mark.parametrize("flags", ["", pytest.param(OVERFLOWS, marks=pytest.mark.full)])
-def test_a_step_reads_nothing_but_the_facts_of_the_step_before(corpus, monkeypatch, flags):
-    seen, reads, attempt, wait = [], [], StepFunctions.attempt, HostRead.wait
+def watch_steps(words):
+    """On this rank: what its training steps read, how often they waited, and the iterations."""
+    seen, waits, attempt, wait = [], [], StepFunctions.attempt, HostRead.wait
 
     def watched(self, *arguments):
         with Methods(seen), Operations(seen):
             return attempt(self, *arguments)
 
     def waited(self):
-        reads.append(self)
+        waits.append(self)
         with torch._C.DisableTorchFunction():
             return wait(self)
 
-    monkeypatch.setattr(StepFunctions, "attempt", watched)
-    monkeypatch.setattr(HostRead, "wait", waited)
-    records = train(command(corpus, 2, flags))
-    assert len(records) == 2
-    assert seen == []
-    assert len(reads) == 2
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StepFunctions, "attempt", watched)
+        patch.setattr(HostRead, "wait", waited)
+        return seen, len(waits), train_here(words, lambda state: state.iteration)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("pp", "flags"),
+    [
+        (1, ""),
+        pytest.param(1, OVERFLOWS, marks=pytest.mark.full),
+        pytest.param(2, "--pipeline-schedule 1f1b", marks=pytest.mark.full),
+        (2, "--pipeline-schedule zb-v"),
+    ],
+)
+def test_a_step_reads_nothing_but_the_facts_of_the_step_before(corpus, pp, flags):
+    words = [*command(corpus, 2, flags), *Layout(pp=pp).flags, "--device", "cpu"]
+    ranks = [watch_steps(words)] if pp == 1 else run_distributed(watch_steps, pp, words)
+    assert ranks == [([], 2, 2)] * pp
