@@ -52,3 +52,15 @@ def build_pipeline(
     programs = plan_communication(plans, placement)
     simulate(plans, placement, programs=programs)
     return Pipeline(plans, placement, programs)
+
+
+@lru_cache(maxsize=256)
+def rank_program(
+    schedule: Schedule, pp: int, rank: int, num_microbatches: int, forward_only: bool = False
+) -> Program:
+    """What one rank does, see `build_pipeline`.
+
+    A batch that grows, or is cut by a token budget, comes back to many numbers of microbatches. One
+    rank's part of each is small, so that more of them are kept than whole pipelines.
+    """
+    return build_pipeline(schedule, pp, num_microbatches, forward_only).programs[rank]

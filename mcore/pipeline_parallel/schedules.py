@@ -25,7 +25,7 @@ from mcore.errors import ConfigError
 from mcore.pipeline_parallel.executor import ForwardStepFunc, PipelineExecutor
 from mcore.pipeline_parallel.hooks import ScheduleHooks
 from mcore.pipeline_parallel.p2p_communication import P2PCommunicator
-from mcore.pipeline_parallel.pipeline import build_pipeline
+from mcore.pipeline_parallel.pipeline import rank_program
 from mcore.pipeline_parallel.schedule import Schedule, ScheduleName
 from mcore.pipeline_parallel.user_config import (
     config_of,
@@ -157,7 +157,7 @@ def _entry_point(schedule: Schedule | ScheduleName, name: str, summary: str) -> 
         chunks = _chunks(model, ctx)
         chosen = schedule if isinstance(schedule, Schedule) else _from_model(schedule, chunks)
         _check_fit(chosen, chunks, ctx)
-        pipeline = build_pipeline(chosen, ctx.pp.size, num_microbatches, forward_only)
+        program = rank_program(chosen, ctx.pp.size, ctx.pp.rank, num_microbatches, forward_only)
         own = (p.device for chunk in chunks for p in chunk.parameters())
         device = next(own, current_device())  # a stage may have no parameters
         p2p = None
@@ -170,8 +170,8 @@ def _entry_point(schedule: Schedule | ScheduleName, name: str, summary: str) -> 
         return (
             PipelineExecutor(
                 rank=ctx.pp.rank,
-                placement=pipeline.placement,
-                program=pipeline.programs[ctx.pp.rank],
+                placement=chosen.placement(ctx.pp.size),
+                program=program,
                 chunks=chunks,
                 data_iterators=_data_iterators(data_iterator, len(chunks)),
                 forward_step_func=forward_step_func,

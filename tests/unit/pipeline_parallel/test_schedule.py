@@ -7,6 +7,7 @@ import pytest
 from mcore.errors import ConfigError, ScheduleError
 from mcore.pipeline_parallel import Schedule, build_pipeline, default_schedule, parse_schedule
 from mcore.pipeline_parallel.actions import format_plans
+from mcore.pipeline_parallel.pipeline import rank_program
 from mcore.pipeline_parallel.schedule import SCHEDULE_NAMES
 
 OPTIONS = {
@@ -94,3 +95,13 @@ def test_defaults_are_megatrons():
     assert default_schedule(4, 2, 6) == Schedule(name="interleaved-1f1b", num_chunks=2, group=6)
     with pytest.raises(ConfigError, match="needs pipeline size 1, got 2"):
         build_pipeline(default_schedule(1), 2, 1)
+
+
+def test_a_rank_comes_back_to_many_numbers_of_microbatches_without_building_them_again():
+    """More than whole pipelines are kept of: a token budget cuts every batch otherwise."""
+    schedule, counts = Schedule(name="1f1b"), range(1, 101)
+    first = [rank_program(schedule, 2, 1, m) for m in counts]
+    built = build_pipeline.cache_info().misses
+    assert [rank_program(schedule, 2, 1, m) for m in counts] == first
+    assert build_pipeline.cache_info().misses == built
+    assert first[7] == build_pipeline(schedule, 2, 8).programs[1]
