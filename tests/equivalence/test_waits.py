@@ -59,7 +59,8 @@ def watch_steps(words):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StepFunctions, "attempt", watched)
         patch.setattr(HostRead, "wait", waited)
-        return seen, len(waits), train_here(words, lambda state: state.iteration)
+        iterations = train_here(words, lambda state: state.iteration)
+    return seen, len(waits), iterations
 
 
 @pytest.mark.dist
