@@ -106,20 +106,21 @@ class SignalWatch:
         """End this process when the process that started it ends."""
         self._follows_parent = True
 
-    def watch_peers(
-        self, pids: Mapping[int, int], addresses: Mapping[int, str] | None = None
-    ) -> None:
+    def watch_peers(self, workers: Mapping[int, tuple[int, str]]) -> None:
         """Leave when another rank on this machine has died, should the main thread not notice.
 
         Args:
-            pids: rank -> process. Those that this process's parent has not started are left out:
-                they may be seen under other numbers.
-            addresses: rank -> where its notice is.
+            workers: rank -> process and where its notice is. Processes that this one's parent has
+                not started are left out: they may be seen under other numbers.
         """
-        self._rank = next((rank for rank, pid in pids.items() if pid == os.getpid()), None)
-        peers = {rank: pid for rank, pid in pids.items() if pid != os.getpid() and _is_sibling(pid)}
-        self._notices = {rank: open_notice((addresses or {}).get(rank, "")) for rank in peers}
-        self._peers = peers
+        near = {
+            rank: (pid, open_notice(address))
+            for rank, (pid, address) in workers.items()
+            if pid != os.getpid() and _is_sibling(pid)
+        }
+        self._rank = next((r for r, (pid, _) in workers.items() if pid == os.getpid()), None)
+        self._notices = {rank: notice for rank, (_, notice) in near.items()}
+        self._peers = {rank: pid for rank, (pid, _) in near.items()}
 
     def follow_peer(self) -> None:
         """This process is about to end since another one has: nobody need look for its reason."""

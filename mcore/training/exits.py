@@ -103,10 +103,8 @@ def tell_workers(config: RunConfig, runtime: Runtime, watch: SignalWatch | None)
     workers = all_gather_object((socket.gethostname(), os.getpid(), address), runtime.host)
     here = workers[runtime.host.rank][0]
     if watch is not None:
-        near = {r: (pid, own) for r, (host, pid, own) in enumerate(workers) if host == here}
         watch.watch_peers(
-            {rank: pid for rank, (pid, _) in near.items()},
-            {rank: own for rank, (_, own) in near.items()},
+            {rank: (pid, own) for rank, (host, pid, own) in enumerate(workers) if host == here}
         )
     if not runtime.host.is_first or watch is None:
         return

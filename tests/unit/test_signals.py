@@ -138,11 +138,10 @@ def test_a_worker_ends_with_its_launcher(start):
 
 def watching(neighbours, grace=""):
     """A worker that says what it does, and lets the peers of these ranks and programs die."""
-    pids = {rank: process.pid for rank, (process, _) in neighbours.items()}
-    addresses = {rank: address for rank, (_, address) in neighbours.items()}
+    workers = {rank: (process.pid, address) for rank, (process, address) in neighbours.items()}
     return f"""
     {grace}
-    watch.watch_peers({{**{pids}, 3: os.getpid()}}, {addresses})
+    watch.watch_peers({{**{workers}, 3: (os.getpid(), "")}})
     watch.notice.write('in F0.2')
     print(watch.dead_peers(), flush=True); time.sleep(60)
     """
@@ -189,7 +188,7 @@ def test_the_one_who_died_first_is_named(start):
 
 
 def test_processes_of_another_launcher_are_no_neighbours(start):
-    process = start("watch.watch_peers({1: 1, 2: os.getppid()}); print(watch._peers)")
+    process = start("watch.watch_peers({1: (1, ''), 2: (os.getppid(), '')}); print(watch._peers)")
     assert rest(process) == "{}\n"
 
 
