@@ -38,7 +38,7 @@ def storages():
 
 
 def measure(stage, dtype, low=False):
-    context = parallel_state.initialize_model_parallel()
+    parallel_state.initialize_model_parallel()
     before = set(storages())
     net = nn.Sequential(*(nn.Linear(64, 64) for _ in range(24))).to(dtype)
     numel = sum(p.numel() for p in net.parameters())
@@ -58,9 +58,8 @@ def measure(stage, dtype, low=False):
         finalize_model_grads([chunk])
         optimizer.step()
     held = sum(size for place, size in storages().items() if place not in before)
-    told = held_memory([chunk], optimizer, torch.device("cpu"))
-    assert told.between_steps == pytest.approx(held, rel=0.01)
-    return held / numel, context.dp.size
+    told = held_memory([chunk], optimizer, torch.device("cpu")).between_steps
+    return held / numel, told / numel
 
 
 @pytest.mark.dist
@@ -70,6 +69,8 @@ def measure(stage, dtype, low=False):
 def test_bytes_per_parameter(stage, dtype, world_size):
     results = run_distributed(measure, world_size, stage, dtype)
     mean = sum(held for held, _ in results) / world_size
+    told = sum(told for _, told in results) / world_size
+    assert told == pytest.approx(mean, rel=0.04)  # `fully_shard` pads 64 rows to 66
     whole, shared = TABLE[dtype][stage]
     assert mean == pytest.approx(whole + shared / world_size, rel=0.03)
 
