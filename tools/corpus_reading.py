@@ -6,8 +6,8 @@
 | `.parquet` | one record a row; needs pyarrow |
 | anything else, and `-` (standard input) | one JSON object a line |
 
-Each but Parquet may be compressed by gzip, or by zstandard where that package is installed; the
-first bytes say so, not the name.
+Each but Parquet may be compressed by gzip, bzip2 or xz, or by zstandard where that package is
+installed; the first bytes say so, not the name.
 """
 
 from __future__ import annotations

@@ -32,12 +32,12 @@ class Progress:
         self._start = time.monotonic()
         self._documents = self._tokens = self._bytes = 0
         sizes = [0 if path == STDIN else os.path.getsize(path) for path in paths]
-        self._before = dict(zip(paths, np.cumsum([0, *sizes]).tolist(), strict=False))
+        self._before: list[int] = np.cumsum([0, *sizes]).tolist()  # of each file of `paths`
         self._total = sum(sizes)
 
     def add(self, chunk: Chunk, encoded: EncodedChunk) -> None:
         """Count a chunk that was written, and say how far the run is if it is time."""
-        done = self._before[chunk.path] + chunk.stored
+        done = self._before[chunk.after.file] + chunk.stored
         if self._skipped is None:
             self._skipped = done
         part = next(iter(encoded.parts.values()))

@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib
 import re
 from collections.abc import Callable
+from itertools import pairwise
 
 Splitter = Callable[[str], list[str]]
 
@@ -78,7 +79,6 @@ def build_splitter(language: str, keep_newlines: bool) -> tuple[Splitter, str]:
 
 
 def _with_gaps(text: str, punkt: object) -> list[str]:
-    """Each sentence with the white space that follows it."""
+    """Each sentence with the white space that follows it; blanks alone are none."""
     starts = [start for start, _ in punkt.span_tokenize(text)]  # type: ignore[attr-defined]
-    ends = [*starts[1:], len(text)]
-    return [text[start:end] for start, end in zip(starts, ends, strict=True)]
+    return [text[start:end] for start, end in pairwise([*starts, len(text)])]

@@ -1,6 +1,7 @@
 """A whole preprocessing run against what its tokenizer library does on the same text and cores.
 
     python benchmarks/data/preprocess.py --megabytes 64 --workers 1 2
+    python benchmarks/data/preprocess.py --megabytes 512 --workers 2 --kinds BPE
 
 Text of invented words with a Zipf distribution; an 8k byte-level BPE and an 8k SentencePiece model
 are trained on a part of it. "bare" rows encode the texts, already parsed and in memory, in as many
@@ -27,6 +28,7 @@ from mcore.config.tokenizer import TokenizerConfig
 from mcore.tokenizers import build_tokenizer
 
 VOCABULARY = 8192
+KINDS = ("BPE", "SentencePiece")
 
 
 def make_texts(megabytes: float) -> list[str]:
@@ -47,35 +49,42 @@ def make_texts(megabytes: float) -> list[str]:
     return texts
 
 
-def train(texts: Sequence[str], folder: Path) -> dict[str, TokenizerConfig]:
-    import sentencepiece
+def train(texts: Sequence[str], folder: Path, kinds: Sequence[str]) -> dict[str, TokenizerConfig]:
+    part = texts[: max(1, len(texts) // 8)]
+    ways = {"BPE": train_bpe, "SentencePiece": train_sentencepiece}
+    return {kind: ways[kind](part, folder) for kind in kinds}
+
+
+def train_bpe(texts: Sequence[str], folder: Path) -> TokenizerConfig:
     from tokenizers import ByteLevelBPETokenizer
 
-    part = texts[: max(1, len(texts) // 8)]
     bpe = ByteLevelBPETokenizer()
-    bpe.train_from_iterator(part, VOCABULARY, special_tokens=["<|endoftext|>"])
+    bpe.train_from_iterator(texts, VOCABULARY, special_tokens=["<|endoftext|>"])
     bpe.save_model(str(folder))
     (folder / "hf").mkdir()
     bpe.save(str(folder / "hf" / "tokenizer.json"))
     named = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
     (folder / "hf" / "tokenizer_config.json").write_text(json.dumps(named))
+    return TokenizerConfig(
+        tokenizer_type="GPT2BPETokenizer",
+        vocab_file=str(folder / "vocab.json"),
+        merge_file=str(folder / "merges.txt"),
+    )
+
+
+def train_sentencepiece(texts: Sequence[str], folder: Path) -> TokenizerConfig:
+    import sentencepiece
+
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(line for text in part[:2000] for line in text.splitlines()),
+        sentence_iterator=iter(line for text in texts[:2000] for line in text.splitlines()),
         model_prefix=str(folder / "sp"),
         vocab_size=VOCABULARY,
         model_type="bpe",
         minloglevel=2,
     )
-    return {
-        "BPE": TokenizerConfig(
-            tokenizer_type="GPT2BPETokenizer",
-            vocab_file=str(folder / "vocab.json"),
-            merge_file=str(folder / "merges.txt"),
-        ),
-        "SentencePiece": TokenizerConfig(
-            tokenizer_type="GPTSentencePieceTokenizer", tokenizer_model=str(folder / "sp.model")
-        ),
-    }
+    return TokenizerConfig(
+        tokenizer_type="GPTSentencePieceTokenizer", tokenizer_model=str(folder / "sp.model")
+    )
 
 
 def encode_bare(
@@ -156,24 +165,25 @@ def main() -> None:
     parser.add_argument("--megabytes", type=float, default=64)
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--repeat", type=int, default=2)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--megatron", help="Python that has megatron-core, for its row.")
     args = parser.parse_args()
     texts = make_texts(args.megabytes)
     size = sum(map(len, texts)) / 1e6
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        configs = train(texts, folder)
+        configs = train(texts, folder, args.kinds)
         corpus = folder / "corpus.jsonl"
         corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
         ways = [("BPE", "tiktoken"), ("BPE", "tokenizers"), ("SentencePiece", "sentencepiece")]
         for workers in args.workers:
             for _ in range(args.repeat):
-                for kind, way in ways:
+                for kind, way in (each for each in ways if each[0] in args.kinds):
                     show(f"bare {way}", workers, size, bare(way, configs[kind], texts, workers))
                     if way != "tokenizers":
                         taken = whole_run(configs[kind], corpus, folder, workers)
                         show(f"whole run, {kind}", workers, size, taken)
-                if args.megatron and workers == 1:
+                if args.megatron and workers == 1 and "BPE" in args.kinds:
                     files = [corpus, folder / "peer", folder / "hf"]
                     program = Path(__file__).with_name("peer_megatron.py")
                     words = [args.megatron, program, "preprocess", *files]

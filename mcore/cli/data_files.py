@@ -139,22 +139,36 @@ def run_split(args: argparse.Namespace) -> int:
     """`mcore data split`.
 
     Raises:
-        DataError: a split string that cannot be used.
+        DataError: a split string that cannot be used, or a part that would be empty.
     """
     data = IndexedDataset(args.prefix)
     meta = read_meta(args.prefix)
-    for name, bounds in zip(SPLIT_NAMES, split_bounds(args.split), strict=True):
-        if bounds is None:
-            continue
+    for name, chosen in _parts(args.split, data).items():
         output = f"{args.output_prefix}_{name}"
         _refuse_overwriting(output, [args.prefix])
-        chosen = split_range(bounds, len(data))
         with IndexedDatasetBuilder(output + ".bin", data.dtype) as builder:
             eods = _copy(data, chosen, builder, None if meta is None else meta.eod_id)
             part = _part_meta(meta, data, chosen, eods)
             _finish(builder, output, part)
         print(f"{output}: {len(chosen)} sequences")
     return 0
+
+
+def _parts(split: str, data: IndexedDataset) -> dict[str, range]:
+    """The sequences of each part that has a share."""
+    parts = {
+        name: split_range(bounds, len(data))
+        for name, bounds in zip(SPLIT_NAMES, split_bounds(split), strict=True)
+        if bounds is not None
+    }
+    for name, chosen in parts.items():
+        if not chosen:
+            raise DataError(
+                f"the {name} part would hold none of the {len(data)} sequences of "
+                f"{data.path_prefix}: its share in --split {split} is too small; give it a larger "
+                "one, or 0 to leave the part out"
+            )
+    return parts
 
 
 def _copy(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -59,7 +60,10 @@ def tokenizer_identity(tokenizer: Tokenizer, config: TokenizerConfig) -> Tokeniz
     except ConfigError:  # it has none
         eod = None
     return TokenizerIdentity(
-        str(config.tokenizer_type), tokenizer.vocab_size, eod, lambda: fingerprint(tokenizer)
+        str(config.tokenizer_type),
+        tokenizer.vocab_size,
+        eod,
+        functools.cache(lambda: fingerprint(tokenizer)),
     )
 
 

@@ -12,7 +12,7 @@ from mcore.config.data import DEFAULT_SPLIT, DataConfig
 from mcore.data.blend import Blend, read_blends
 from mcore.data.blended_dataset import BlendedDataset
 from mcore.data.corpus_identity import corpus_identity
-from mcore.data.corpus_meta import TokenizerIdentity, check_meta
+from mcore.data.corpus_meta import TokenizerIdentity, check_meta, warn_of_missing_ends
 from mcore.data.gpt_dataset import NO_PAD, GPTDataset, SampleDataset, SampleOptions
 from mcore.data.indexed_dataset import IndexedDataset
 from mcore.data.splits import SPLIT_NAMES, WHOLE, Bounds, split_bounds, split_range
@@ -96,7 +96,7 @@ def build_train_valid_test_datasets(  # noqa: PLR0913  (keywords, each with a pl
     bounds: tuple[Bounds | None, ...] = (WHOLE, WHOLE, WHOLE)
     if not config.has_separate_splits:
         bounds = split_bounds(DEFAULT_SPLIT if config.split is None else config.split)
-    corpora = _Corpora(config.mmap_bin_files, tokenizer)
+    corpora = _Corpora(config, tokenizer)
     if config.multiple_validation_sets:
         names = config.validation_set_names
         group = _build_group(blends[1], bounds[1], sizes[1], corpora, options, names)
@@ -148,16 +148,18 @@ def _build_group(
 class _Corpora:
     """Every corpus is opened once, for all splits."""
 
-    def __init__(self, mmap: bool, tokenizer: TokenizerIdentity | None) -> None:
-        self._mmap = mmap
+    def __init__(self, config: DataConfig, tokenizer: TokenizerIdentity | None) -> None:
+        self._config = config
         self._tokenizer = tokenizer
         self._opened: dict[str, IndexedDataset] = {}
 
     def open(self, prefix: str) -> IndexedDataset:
         if prefix not in self._opened:
-            opened = IndexedDataset(prefix, mmap=self._mmap)
+            opened = IndexedDataset(prefix, mmap=self._config.mmap_bin_files)
             if self._tokenizer is not None:
-                check_meta(prefix, opened.num_tokens, self._tokenizer)
+                meta = check_meta(prefix, opened.num_tokens, self._tokenizer)
+                if meta is not None and meta.eod_id == self._tokenizer.eod_id:
+                    warn_of_missing_ends(prefix, meta, self._config)
             self._opened[prefix] = opened
         return self._opened[prefix]
 

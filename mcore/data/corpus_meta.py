@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from mcore.config.data import DataConfig
 from mcore.data.indexed_builder import IndexedDatasetBuilder
 from mcore.data.indexed_format import get_bin_path, get_idx_path
 from mcore.data.publishing import partial_path, publish
@@ -138,7 +139,8 @@ class TokenizerIdentity:
         tokenizer_type: its class.
         vocab_size: number of its ids.
         eod_id: its end-of-document id, or None.
-        fingerprint: computes the hash of what it does; asked only where there is one to compare.
+        fingerprint: the hash of what it does, asked for each corpus that has one to compare: it
+            looks at the whole vocabulary, so compute it once.
     """
 
     tokenizer_type: str
@@ -147,19 +149,22 @@ class TokenizerIdentity:
     fingerprint: Callable[[], str]
 
 
-def check_meta(prefix: str, num_tokens: int, tokenizer: TokenizerIdentity) -> None:
+def check_meta(prefix: str, num_tokens: int, tokenizer: TokenizerIdentity) -> CorpusMeta | None:
     """Refuse a corpus that another tokenizer made; a corpus without `.meta.json` passes.
 
     A NullTokenizer reads no text, so only sizes and the end-of-document id are compared with it. A
     corpus that one made for a real tokenizer must have that one's vocabulary, and the log says that
     nothing shows whose ids they are.
 
+    Returns:
+        What is known about the corpus; None where there is no `.meta.json`.
+
     Raises:
         DataError: the corpus is of another tokenizer, or not the one that its `.meta.json` is of.
     """
     meta = read_meta(prefix)
     if meta is None:
-        return
+        return None
     path = meta_path(prefix)
     if meta.tokens != num_tokens:
         raise DataError(
@@ -198,4 +203,22 @@ def check_meta(prefix: str, num_tokens: int, tokenizer: TokenizerIdentity) -> No
             meta.vocab_size,
             tokenizer.tokenizer_type,
             tokenizer.vocab_size,
+        )
+    return meta
+
+
+def warn_of_missing_ends(prefix: str, meta: CorpusMeta, options: DataConfig) -> None:
+    """Say that masks which follow from ends of documents find none in a corpus."""
+    masks = {
+        "--reset-position-ids": options.reset_position_ids,
+        "--reset-attention-mask": options.reset_attention_mask,
+        "--eod-mask-loss": options.eod_mask_loss,
+    }
+    given = [flag for flag, is_given in masks.items() if is_given]
+    if given and meta.eod_tokens == 0:
+        get_logger().warning(
+            "nothing in %s marks where a document ends, so that %s can do nothing there; "
+            "preprocess the text with --append-eod, or leave out the option",
+            prefix,
+            " and ".join(given),
         )

@@ -53,6 +53,31 @@ def samples_between(samplers: Sequence[Sampler], positions: range) -> list[tuple
     return sorted(pairs)
 
 
+def placed_samples(
+    dataset: SampleDataset,
+    options: DataConfig,
+    positions: range,
+    micro_batch_size: int,
+    data_parallel_size: int,
+) -> list[tuple[int, int]]:
+    """(place in the run, number in the data set) of the samples of a layout, by place.
+
+    Args:
+        dataset: the training data.
+        options: how it is sampled.
+        positions: places in the run; whole global batches.
+        micro_batch_size: samples of one micro-batch of one rank.
+        data_parallel_size: number of data-parallel ranks.
+    """
+    if isinstance(dataset, BudgetedConversations):
+        return [(position, position) for position in positions]
+    samplers = [
+        build_sampler(options, len(dataset), micro_batch_size, rank, data_parallel_size)
+        for rank in range(data_parallel_size)
+    ]
+    return samples_between(samplers, positions)
+
+
 def documents_between(
     dataset: SampleDataset,
     options: DataConfig,
@@ -62,22 +87,11 @@ def documents_between(
 ) -> dict[str, list[int]]:
     """Documents behind the samples at some places of a run: by corpus, ascending.
 
-    Args:
-        dataset: the training data.
-        options: how it is sampled.
-        positions: places in the run; whole global batches.
-        micro_batch_size: samples of one micro-batch of one rank.
-        data_parallel_size: number of data-parallel ranks.
+    The arguments are those of `placed_samples`.
     """
-    numbers = list(positions)
-    if not isinstance(dataset, BudgetedConversations):
-        samplers = [
-            build_sampler(options, len(dataset), micro_batch_size, rank, data_parallel_size)
-            for rank in range(data_parallel_size)
-        ]
-        numbers = [number for _, number in samples_between(samplers, positions)]
+    placed = placed_samples(dataset, options, positions, micro_batch_size, data_parallel_size)
     found: dict[str, set[int]] = {}
-    for number in numbers:
+    for _, number in placed:
         for piece in dataset.provenance(number):
             found.setdefault(piece.prefix, set()).add(piece.document)
     return {prefix: sorted(documents) for prefix, documents in sorted(found.items())}

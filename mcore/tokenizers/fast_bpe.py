@@ -5,8 +5,9 @@ that merges.txt lists. The two agree on every text where (1) each line of merges
 that no other line makes, and (2) merging the bytes of each token by the listed pairs ends in that
 token. For then two neighbours that make up a token T can only be the pair that T is listed with:
 no merge has crossed their outer ends, so what happened between them is what happens to the bytes of
-T alone, and that passes through just one state of two tokens. Both are checked for every token,
-and the word pattern on texts with characters of every kind.
+T alone, and that passes through just one state of two tokens. Both are checked for every token.
+That they cut texts into the same words is checked on texts with characters of every kind, those of
+late versions of Unicode among them: each library has tables of its own.
 
 (Vocabularies that were turned from tiktoken's own ranks into merges list several pairs for one
 token. They fail (1), and stay with `tokenizers`: between two overlapping pairs of one token the two
@@ -63,6 +64,17 @@ _PROBES = (
 )
 
 
+# A letter and a digit of each version of Unicode from 13 to 17 (of 15.1 a letter). Words show what
+# a library takes them for: what is neither goes with the mark behind it.
+_LATE_LETTERS = "\u08be\u0870\U00011f04\U0002ebf0\u1c89\u088f"
+_LATE_DIGITS = "\U00011950\U00016ac0\U00011f50\U00010d40\U00011de0"
+_CUT_PROBES = (
+    *_PROBES,
+    *(f"a{letter}!" for letter in _LATE_LETTERS),
+    *(f"1{digit}!" for digit in _LATE_DIGITS),
+)
+
+
 class FastBytePairs:
     """Encodes texts with tiktoken's core.
 
@@ -90,6 +102,7 @@ class FastBytePairs:
     ) -> None:
         import tiktoken
 
+        _check_words(pattern, reference)
         tokens = _tokens_by_rank(vocab, merges)
         _check_each_token(vocab, merges, tokens)
         spelled = bytes_by_character()
@@ -164,6 +177,27 @@ def _tokens_by_rank(vocab: Mapping[str, int], merges: Sequence[tuple[str, str]])
     if strange is not None:
         raise UnsupportedError(f"{strange!r} is not spelled in GPT-2's characters for bytes")
     return tokens
+
+
+def _check_words(pattern: str, reference: Any) -> None:
+    """Compare the words themselves; other words can be the same ids in one vocabulary by chance."""
+    import tiktoken
+
+    # A core in which every part of the texts is a token shows each word as one.
+    parts = {
+        text[start:stop].encode()
+        for text in _CUT_PROBES
+        for start in range(len(text))
+        for stop in range(start + 1, len(text) + 1)
+    }
+    ranks = {part: rank for rank, part in enumerate(parts)}
+    core = tiktoken.Encoding("words", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
+    spelled = bytes_by_character()
+    for text in _CUT_PROBES:
+        words = [core.decode_single_token_bytes(token) for token in core.encode_ordinary(text)]
+        pieces = [piece for piece, _ in reference.pre_tokenizer.pre_tokenize_str(text)]
+        if words != [bytes(spelled[c] for c in piece) for piece in pieces]:
+            raise UnsupportedError(f"tiktoken's core cuts {text!r} into other words")
 
 
 def _check_each_token(

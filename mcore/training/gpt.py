@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+import functools
 
 from mcore.config.run import RunConfig
 from mcore.data.builder import Datasets, build_train_valid_test_datasets
@@ -47,7 +47,7 @@ def datasets_provider(
             sizes=sizes,
             seq_length=config.training.seq_length,
             seed=config.training.seed,
-            encode=partial(encode_segments, tokenizer),
+            encode=functools.partial(encode_segments, tokenizer),
             eod_id=tokenizer.eod,
             start_ids=start_ids(tokenizer),
             budget=config.training.max_tokens_per_microbatch,
@@ -64,6 +64,6 @@ def datasets_provider(
             str(config.tokenizer.tokenizer_type),
             tokenizer.vocab_size,
             tokenizer.eod,
-            lambda: fingerprint(tokenizer),
+            functools.cache(lambda: fingerprint(tokenizer)),
         ),
     )

@@ -37,6 +37,10 @@ def _draws(config: RunConfig) -> bool:
     return tensorboard_directory(config) is not None or config.logging.wandb_project is not None
 
 
+def _has_budget(config: RunConfig) -> bool:
+    return config.training.max_tokens_per_microbatch is not None
+
+
 def _has_pipeline(config: RunConfig) -> bool:
     return config.model.pipeline_model_parallel_size > 1
 
@@ -172,6 +176,19 @@ _RULES = (
         "signals are not handled (--no-exit-signal-handler)",
     ),
     _Rule(
+        "data",
+        "reset_position_ids reset_attention_mask eod_mask_loss mmap_bin_files",
+        lambda config: not config.data.sft,
+        "it is for token files; conversations (--sft) have positions and masks of their own",
+    ),
+    _Rule(
+        "data",
+        "dataloader_type data_sharding num_workers",
+        lambda config: not _has_budget(config),
+        "training with --max-tokens-per-microbatch has its own order and reads within the step; "
+        "only an evaluation goes by it",
+    ),
+    _Rule(
         "runtime",
         "manual_gc_interval",
         lambda config: config.runtime.manual_gc,
@@ -192,7 +209,7 @@ _RULES = (
     _Rule(
         "data",
         "data_sharding",
-        lambda config: config.data.dataloader_type == "cyclic",
+        lambda config: config.data.dataloader_type == "cyclic" or _has_budget(config),
         "it is for --dataloader-type cyclic",
     ),
     _Rule(

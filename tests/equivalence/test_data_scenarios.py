@@ -49,12 +49,17 @@ def test_several_epochs_and_data_parallelism(tmp_path):
     assert sorted(os.listdir(tmp_path)) == before
 
 
-def test_a_share_that_rounds_to_nothing(tmp_path):
-    corpora = [write_corpus(tmp_path / name, 20) for name in ("a", "b")]
+def test_a_share_that_rounds_to_nothing(tmp_path, capsys):
+    """The order gives the first corpus of little weight a sample at once; the other gets none."""
+    corpora = [write_corpus(tmp_path / name, 20) for name in ("a", "b", "c")]
     words = on("DATA", iterations=2)
     at = words.index("DATA")
-    words[at : at + 1] = ["0.999", corpora[0], "0.001", corpora[1]]
+    blend = zip(("0.998", "0.001", "0.001"), corpora, strict=True)
+    words[at : at + 1] = [word for pair in blend for word in pair]
     assert series(train(words), "iteration") == [1, 2]
+    told = [line for line in capsys.readouterr().out.splitlines() if "weight is too small" in line]
+    assert len(told) == 1
+    assert f"none of the 8 samples of the train split comes from {corpora[2]}" in told[0]
 
 
 @pytest.mark.parametrize("split", ["98,1,1", "99.9,0.1,0"])

@@ -43,6 +43,7 @@ def flags(chats, *more):
     for flag in ("--vocab-size", "--null-tokenizer-eod-id"):
         at = words.index(flag)
         del words[at : at + 2]
+    words.remove("--eod-mask-loss")  # conversations have losses of their own
     return words
 
 

@@ -93,6 +93,18 @@ def test_split_is_that_of_training(tmp_path):
     assert not (tmp_path / "c_test.idx").exists()
 
 
+def test_a_part_that_would_be_empty_is_refused_by_name(tmp_path, capsys):
+    """Training refuses such a corpus; nothing is written of the other parts either."""
+    prefix = counting_corpus(tmp_path / "c", [3, 1, 4])
+    before = sorted(tmp_path.iterdir())
+    words = ["data", "split", prefix, "--output-prefix", str(tmp_path / "p")]
+    assert main([*words, "--split", "98,1,1"]) == 1
+    assert "the valid part would hold none of the 3 sequences" in capsys.readouterr().err
+    assert sorted(tmp_path.iterdir()) == before
+    assert main([*words, "--split", "98,0,0"]) == 0
+    assert documents(tmp_path / "p_train") == documents(prefix)
+
+
 def test_split_inside_a_document_and_its_note(tmp_path, text):
     with IndexedDatasetBuilder(str(tmp_path / "d.bin"), np.uint16) as builder:
         builder.add_document(np.arange(6), [2, 2, 2])
@@ -174,7 +186,7 @@ def test_provenance_beyond_the_run(tmp_path, capsys):
     words = ["--data-path", prefix, "--split", "1,0,0", "--seq-length", "8", "--train-iters", "3"]
     words += ["--global-batch-size", "2"]
     assert main(["data", "provenance", "--iteration", "4", *words]) == 1
-    assert "beyond the run of 6 samples" in capsys.readouterr().err
+    assert "samples 6 to 7 are beyond the run of 6 samples" in capsys.readouterr().err
     assert main(["data", "provenance", "--iteration", "3", *words]) == 0
     assert "document 0 tokens [" in capsys.readouterr().out
 
@@ -205,17 +217,93 @@ def test_provenance_of_a_batch_that_is_decreased(tmp_path, capsys):
         ]
 
 
-@pytest.mark.parametrize("option", [["--sft"], ["--max-tokens-per-microbatch", "64"]])
-def test_provenance_of_fine_tuning_data_is_refused_by_name(tmp_path, capsys, option):
+@pytest.fixture
+def chats(tmp_path):
+    """Lines of prompt and response, a blank one among them."""
+    path = tmp_path / "chats.jsonl"
+    pairs = [(f"{n}?", "ab" * (1 + n % 3)) for n in range(30)]
+    lines = [json.dumps({"prompt": prompt, "response": response}) for prompt, response in pairs]
+    path.write_text("\n".join([*lines[:7], "", *lines[7:]]))
+    return path
+
+
+FINE_TUNING = "--sft --tokenizer-type ByteLevelTokenizer --split 100,0,0 --seq-length 16"
+
+
+def chats_of_training(chats, budget):
+    """The training data of the run that the questions below are about."""
+    from mcore.training.arguments import build_config, parse
+    from mcore.training.gpt import datasets_provider
+
+    model = "--num-layers 1 --hidden-size 8 --num-attention-heads 2 --micro-batch-size 1 --lr 1"
+    words = f"{FINE_TUNING} {model} {budget} --train-samples 24 --global-batch-size 4"
+    config = build_config(parse([*words.split(), "--data-path", str(chats)]))
+    return datasets_provider(config, (24, 0, 0))[0]
+
+
+@pytest.mark.parametrize("budget", ["", "--max-tokens-per-microbatch 32"], ids=["packed", "budget"])
+def test_provenance_of_fine_tuning_data(chats, capsys, budget):
+    """The lines that are named hold the tokens that the step reads."""
+    words = f"{FINE_TUNING} {budget} --train-samples 24 --global-batch-size 4 --iteration 3"
+    words = ["data", "provenance", *words.split(), "--data-path", str(chats)]
+    assert main([*words, "--json"]) == 0
+    samples = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [sample["sample"] for sample in samples] == [8, 9, 10, 11]
+    dataset, lines = chats_of_training(chats, budget), chats.read_text().splitlines()
+    for sample in samples:
+        assert sample["pieces"]
+        said = [json.loads(lines[piece["document"] - 1]) for piece in sample["pieces"]]
+        text = "".join(chat["prompt"] + chat["response"] for chat in said).encode()
+        assert dataset[sample["sample"]]["tokens"].tolist()[: len(text)] == list(text)
+        assert {piece["prefix"] for piece in sample["pieces"]} == {str(chats)}
+    assert main(words) == 0
+    first = samples[0]["pieces"][0]
+    shown = capsys.readouterr().out
+    assert f"{chats} line {first['document']} tokens [0, {first['length']})" in shown
+
+
+def test_a_token_budget_is_of_fine_tuning_data(tmp_path, capsys):
     words = ["--data-path", str(tmp_path / "c"), "--seq-length", "8", "--train-iters", "3"]
-    words += ["--global-batch-size", "2", "--iteration", "1", *option]
+    words += ["--global-batch-size", "2", "--iteration", "1", "--max-tokens-per-microbatch", "64"]
     assert main(["data", "provenance", *words]) == 2
-    assert "fine-tuning data" in capsys.readouterr().err
+    assert "add --sft" in capsys.readouterr().err
+
+
+def test_provenance_after_a_number_of_samples(tmp_path, capsys):
+    """Where the batch size changed on resume an iteration says nothing; consumed samples do."""
+    prefix = counting_corpus(tmp_path / "c", [90])
+    words = [
+        "--data-path",
+        prefix,
+        "--split",
+        "1,0,0",
+        "--seq-length",
+        "4",
+        "--train-samples",
+        "20",
+    ]
+
+    def samples(*more):
+        assert main(["data", "provenance", *words, *more, "--json"]) == 0
+        return capsys.readouterr().out.splitlines()
+
+    batch = ["--global-batch-size", "4"]
+    assert samples(*batch, "--consumed-samples", "4") == samples(*batch, "--iteration", "2")
+    after = samples(*batch, "--consumed-samples", "6")  # three iterations of two
+    assert [json.loads(line)["sample"] for line in after] == [6, 7, 8, 9]
+    ramp = ["--global-batch-size", "8", "--rampup-batch-size", "4", "4", "8"]
+    assert len(samples(*ramp, "--consumed-samples", "4")) == 4
+    assert len(samples(*ramp, "--consumed-samples", "8")) == 8
+    for wrong in ("17", "-1"):
+        assert main(["data", "provenance", *words, *batch, "--consumed-samples", wrong]) == 1
+    shown = capsys.readouterr().err
+    assert "samples 17 to 20 are beyond the run of 20 samples" in shown
+    assert "--consumed-samples is -1" in shown
 
 
 def test_provenance_of_a_corpus_that_left_the_data(tmp_path, capsys, monkeypatch):
     """The samples of the batch that other corpora gave are told all the same."""
-    from mcore.cli import data_provenance
+    from mcore.cli import batch_documents
     from mcore.config.data import DataConfig
     from mcore.data.builder import build_train_valid_test_datasets
 
@@ -235,7 +323,7 @@ def test_provenance_of_a_corpus_that_left_the_data(tmp_path, capsys, monkeypatch
         "data_segments": one.restore(both.restore([], 0), 20),
         "consumed_train_samples": 20,
     }
-    monkeypatch.setattr(data_provenance, "read_common", lambda *_: common)
+    monkeypatch.setattr(batch_documents, "read_common", lambda *_: common)
     words = ["--data-path", a, "--split", "1,0,0", "--data-order", "stable", "--load", "c"]
     words += ["--seq-length", "8", "--train-samples", "40", "--global-batch-size", "10"]
     assert main(["data", "provenance", "--iteration", "2", *words, "--json"]) == 0

@@ -3,10 +3,13 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from mcore.cli.main import COMMANDS, main
+
+CORPUS = Path(__file__).parents[2] / "golden" / "preprocess" / "bpe_text_document"
 
 
 def fail(capsys, *words):
@@ -71,10 +74,11 @@ def test_every_command_explains_itself(capsys, command):
 
 
 @pytest.mark.cli
-def test_the_module_runs_and_ranks_needs_no_torch():
+def test_the_module_runs_and_ranks_and_data_need_no_torch():
     script = (
         "import sys; from mcore.cli.main import main; main(['ranks', '--json']); "
-        "sys.exit('torch' in sys.modules)"
+        f"status = main(['data', 'inspect', {str(CORPUS)!r}]); "
+        "sys.exit(status or 'torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", script], check=False, timeout=60).returncode == 0
     words = [sys.executable, "-m", "mcore", "--version"]

@@ -30,7 +30,7 @@ from tests.unit.tools.test_preprocess_data import (
     write_lines,
 )
 from tools.preprocess_data import main
-from tools.sentence_splitting import split_by_rule
+from tools.sentence_splitting import build_splitter, split_by_rule
 
 TEXTS = ["one", "", "two\nlines \u00fc", "three"]
 
@@ -201,6 +201,47 @@ class TestSentences:
         assert (lengths, documents) == ([4, 3, 2], [0, 2, 3])
         assert read_meta(str(tmp_path / "out_text_sentence")).sentence_splitter is not None
 
+    @pytest.fixture
+    def punkt(self, tmp_path, monkeypatch):
+        """A package in the place of NLTK, whose model of German ends a sentence after each `|`."""
+        folder = tmp_path / "packages" / "nltk" / "tokenize"
+        folder.mkdir(parents=True)
+        (folder.parent / "__init__.py").touch()
+        (folder / "__init__.py").write_text(
+            "import re\n"
+            "class PunktTokenizer:\n"
+            "    def __init__(self, language):\n"
+            "        if language != 'german':\n"
+            "            raise LookupError(language)\n"
+            "    def span_tokenize(self, text):\n"
+            "        return (m.span() for m in re.finditer(r'\\S[^|]*\\|', text))\n"
+            "    def tokenize(self, text):\n"
+            "        return [text[start:end] for start, end in self.span_tokenize(text)]\n"
+        )
+        monkeypatch.syspath_prepend(str(tmp_path / "packages"))
+        for name in ("nltk", "nltk.tokenize"):
+            monkeypatch.delitem(sys.modules, name, raising=False)
+        yield
+        for name in ("nltk", "nltk.tokenize"):
+            sys.modules.pop(name, None)
+
+    @pytest.mark.usefixtures("punkt")
+    @pytest.mark.parametrize("workers", [1, 2])
+    def test_punkt_where_it_is_installed(self, tmp_path, capsys, workers):
+        source = write_lines(tmp_path / "in.jsonl", "A. b| C|", " \n", "D|")
+        words = ["--input", str(source), "--split-sentences", "--lang", "german", *BYTES]
+        words += ["--workers", str(workers)]
+        for name, gaps, lengths in (("a", [], [5, 2, 2]), ("b", ["--keep-newlines"], [6, 2, 2])):
+            prefix = str(tmp_path / name)
+            assert main([*words, "--output-prefix", prefix, *gaps]) == 0
+            assert read_indexed(f"{prefix}_text_sentence")[1:] == (lengths, [0, 2, 2, 3])
+            assert read_meta(f"{prefix}_text_sentence").sentence_splitter == "punkt german"
+        assert "sentences: 3, split by punkt german" in capsys.readouterr().out
+
+    @pytest.mark.usefixtures("punkt")
+    def test_a_language_without_a_model(self):
+        assert build_splitter("klingon", keep_newlines=False)[1] == "rule"
+
 
 class TestFastByteLevelBPE:
     CONFIG = TokenizerConfig(
@@ -333,6 +374,10 @@ class TestScale:
     def test_memory_does_not_grow_with_documents(self, tmp_path):
         growth = self.peak(tmp_path, 300_000) - self.peak(tmp_path, 30_000)
         assert growth < 270_000 * 20
+
+    @pytest.mark.full
+    def test_a_million_documents(self, tmp_path):
+        assert self.peak(tmp_path, 1_000_000) < 0.5e9
 
     @pytest.mark.full
     @pytest.mark.parametrize("tokenizer", [BPE, SP], ids=["bpe", "sp"])

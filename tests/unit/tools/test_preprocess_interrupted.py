@@ -160,6 +160,20 @@ class TestInterruptedRuns:
         assert first.endswith("25% of the input.")
         assert second.endswith("50% of the input, ETA 0:00:40.")
 
+    def test_progress_through_a_file_that_is_given_twice(self, tmp_path, monkeypatch, capsys):
+        source = tmp_path / "in.jsonl"
+        source.write_bytes(b"x" * 100)
+        clock = iter((0.0, 10.0, 15.0))
+        monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+        progress = Progress(1, [str(source)] * 2, None)
+        one = EncodedPart(np.zeros(1), np.ones(1), np.ones(1))
+        for after, stored in ((Place(0, 100, 2), 100), (Place(1, 50, 2), 50)):
+            chunk = Chunk(str(source), "json", 1, b"", after, stored)
+            progress.add(chunk, EncodedChunk({"text": one}, [], 1))
+        first, second = capsys.readouterr().err.splitlines()
+        assert first.endswith("50% of the input, ETA 0:00:10.")
+        assert second.endswith("75% of the input, ETA 0:00:05.")
+
     def test_temporary_files_that_are_gone(self, tmp_path, source, monkeypatch, capsys):
         arguments = self.arguments(tmp_path, source, "out")
         self.interrupt(monkeypatch, arguments, 2)

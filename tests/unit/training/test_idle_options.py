@@ -120,6 +120,21 @@ def test_what_is_not_loaded_from_nowhere():
          ["--tensorboard-log-interval", "--log-memory-to-tensorboard"]),
         ("--tensorboard-dir a --tensorboard-log-interval 5", []),
         ("--exit-signal SIGINT --no-exit-signal-handler", ["--exit-signal"]),
+        (
+            "--sft --reset-position-ids --reset-attention-mask --eod-mask-loss --no-mmap-bin-files",
+            [
+                "--reset-position-ids",
+                "--reset-attention-mask",
+                "--eod-mask-loss",
+                "--no-mmap-bin-files",
+            ],
+        ),
+        ("--reset-position-ids --eod-mask-loss --no-mmap-bin-files", []),
+        (
+            "--sft --max-tokens-per-microbatch 8 --no-data-sharding --dataloader-type cyclic "
+            "--num-workers 1",
+            ["--dataloader-type", "--no-data-sharding", "--num-workers"],
+        ),
     ],
 )  # fmt: skip
 def test_what_another_option_would_have_to_switch_on(words, idle):
