@@ -8,7 +8,6 @@ from dataclasses import asdict, replace
 
 import pytest
 import torch
-from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
 from mcore.config.tokenizer import TokenizerConfig
@@ -31,10 +30,7 @@ def watched_forward_step(data_iterator, model):
     """Begin to watch the allocator with the second step: then all that stays is there."""
     if data_iterator.iteration == 2 and not _running:
         gc.collect()  # what earlier tests left would be freed meanwhile
-        # Gloo's threads free tensors that they were the last to use.
-        threads = _ExperimentalConfig(profile_all_threads=True)
-        kinds = [ProfilerActivity.CPU]
-        _running.append(profile(activities=kinds, profile_memory=True, experimental_config=threads))
+        _running.append(profile(activities=[ProfilerActivity.CPU], profile_memory=True))
         _running[0].start()
     return forward_step(data_iterator, model)
 
