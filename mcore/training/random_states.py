@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import numpy as np
@@ -12,6 +13,8 @@ from mcore import device
 from mcore.tensor_parallel.random import get_cuda_rng_tracker
 
 _TRACKER_PREFIX = "tracker."
+#: Normal numbers come in twos: the second of Python's and of NumPy's where it was not given out.
+_PENDING = "pending_normals"
 
 
 def random_states() -> dict[str, Tensor]:
@@ -19,16 +22,20 @@ def random_states() -> dict[str, Tensor]:
     states = {"torch": torch.get_rng_state(), "device": device.get_rng_state()}
     for name, tensor in get_cuda_rng_tracker().get_states().items():
         states[_TRACKER_PREFIX + name] = tensor
-    _, internal, _ = random.getstate()
+    _, internal, python_normal = random.getstate()
     states["python"] = torch.tensor(internal, dtype=torch.int64)
-    generator = np.random.get_state(legacy=False)["state"]
-    numbers = [*generator["key"].tolist(), generator["pos"]]
+    generator = np.random.get_state(legacy=False)
+    numbers = [*generator["state"]["key"].tolist(), generator["state"]["pos"]]
     states["numpy"] = torch.tensor(numbers, dtype=torch.int64)
+    pending = (python_normal, generator["gauss"] if generator["has_gauss"] else None)
+    states[_PENDING] = torch.tensor(
+        [math.nan if number is None else number for number in pending], dtype=torch.float64
+    )
     return states
 
 
 def restore_random_states(states: dict[str, Tensor]) -> None:
-    """Go on from `random_states`."""
+    """Go on from `random_states`; those of older checkpoints know of no pending numbers."""
     torch.set_rng_state(states["torch"])
     device.set_rng_state(states["device"])
     get_cuda_rng_tracker().set_states(
@@ -38,7 +45,12 @@ def restore_random_states(states: dict[str, Tensor]) -> None:
             if name.startswith(_TRACKER_PREFIX)
         }
     )
-    version, _, gauss = random.getstate()
-    random.setstate((version, tuple(states["python"].tolist()), gauss))
+    pending = states[_PENDING].tolist() if _PENDING in states else [math.nan] * 2
+    python_normal, numpy_normal = (None if math.isnan(number) else number for number in pending)
+    version = random.getstate()[0]
+    random.setstate((version, tuple(states["python"].tolist()), python_normal))
     *keys, position = states["numpy"].tolist()
-    np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, 0, 0.0))
+    has_normal = int(numpy_normal is not None)
+    np.random.set_state(
+        ("MT19937", np.array(keys, dtype=np.uint32), position, has_normal, numpy_normal or 0.0)
+    )
