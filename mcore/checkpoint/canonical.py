@@ -27,6 +27,10 @@ _PROGRESS = (
     "opt_param_scheduler",
     "grad_scaler",
 )
+#: Members that decide what follows as well; those of an older checkpoint lack them.
+_WHAT_FOLLOWS = ("data_segments", "evaluation_is_owed", "autopilot")
+#: Longer values, such as the losses that the autopilot remembers, are cut where they are told.
+_MOST_CHARACTERS = 120
 
 
 def canonical_keys(metadata: CheckpointMetadata) -> list[str]:
@@ -114,18 +118,30 @@ def differences(first: CheckpointReader, second: CheckpointReader) -> Iterator[D
 
 
 def _state_differences(first: dict[str, Any], second: dict[str, Any]) -> Iterator[Difference]:
-    for name in (*_PROGRESS, "model"):
+    for name in (*_PROGRESS, *_WHAT_FOLLOWS, "model"):
         pairs = [_flat(name, side.get(name)) for side in (first, second)]
+        if name in _WHAT_FOLLOWS:  # nothing of it is as if it were not there
+            pairs = [
+                {k: v for k, v in side.items() if v is not False and v != []} for side in pairs
+            ]
         for member in sorted(pairs[0].keys() | pairs[1].keys()):
             values = [side.get(member) for side in pairs]
             if values[0] != values[1]:
-                yield Difference(member, f"{values[0]!r} and {values[1]!r}")
+                yield Difference(member, " and ".join(map(_short, values)))
 
 
 def _flat(name: str, value: Any) -> dict[str, Any]:
+    """The leaves of a member, by their path."""
+    if value and isinstance(value, list) and all(isinstance(item, dict) for item in value):
+        value = {f"{i}": item for i, item in enumerate(value)}
     if not isinstance(value, dict):
         return {} if value is None else {name: value}
     return {k: v for key, item in value.items() for k, v in _flat(f"{name}.{key}", item).items()}
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}..."
 
 
 def _compare(key: str, first: Tensor, second: Tensor) -> Iterator[Difference]:

@@ -87,6 +87,43 @@ def test_diff_names_what_differs(root, tmp_path, capsys):
     assert "scale" not in text
 
 
+SEGMENTS = [{"start": 0, "weights": {"a": 1.0, "b": 2.0}, "cursors": {}}]
+AUTOPILOT = {"windows": [[5, 6]], "left_out": 2, "rollbacks": 1}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "line"),
+    [
+        ({}, {"data_segments": [], "evaluation_is_owed": False, "autopilot": {}}, None),
+        ({"data_segments": SEGMENTS, "autopilot": AUTOPILOT}, None, None),
+        (
+            {"data_segments": SEGMENTS},
+            {"data_segments": [{**SEGMENTS[0], "start": 8}]},
+            "data_segments.0.start: 0 and 8",
+        ),
+        (
+            {"data_segments": SEGMENTS},
+            {"data_segments": [SEGMENTS[0], {"start": 8, "weights": {"a": 1.0}}]},
+            "data_segments.1.start: None and 8",
+        ),
+        ({}, {"evaluation_is_owed": True}, "evaluation_is_owed: None and True"),
+        (
+            {"autopilot": AUTOPILOT},
+            {"autopilot": {**AUTOPILOT, "windows": []}},
+            "autopilot.windows: [[5, 6]] and None",
+        ),
+        ({"autopilot": {"losses": [0.5] * 99}}, {}, f"autopilot.losses: {[0.5] * 24}"[:-1]),
+    ],
+)
+def test_diff_sees_what_decides_the_next_samples_and_steps(tmp_path, capsys, first, second, line):
+    for name, more in (("a", first), ("b", first if second is None else second)):
+        save(tmp_path / name, 7, tensors(), {**COMMON, **more})
+    status, text = run(capsys, "ckpt", "diff", tmp_path / "a", tmp_path / "b")
+    assert status == (line is not None)
+    assert (line or "the same state") in text
+    assert max(map(len, text.splitlines())) < 300
+
+
 def test_inspect(root, capsys):
     status, text = run(capsys, "ckpt", "inspect", root)
     assert status == 0
