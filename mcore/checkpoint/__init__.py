@@ -6,6 +6,8 @@ from mcore.checkpoint.canonical import Difference, differences, dump
 from mcore.checkpoint.commit import (
     complete_iterations,
     find_checkpoint,
+    foreign_iterations,
+    iteration_of,
     latest_iteration,
     unfinished_iterations,
 )
@@ -45,6 +47,8 @@ __all__ = [
     "dump",
     "find_checkpoint",
     "first_good",
+    "foreign_iterations",
+    "iteration_of",
     "latest_iteration",
     "leftovers",
     "load",

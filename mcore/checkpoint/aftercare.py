@@ -58,7 +58,7 @@ class Aftercare:
                 run_together(group, lambda: _read_back(directory, group))
             except DamagedCheckpointError:
                 if rank_in(group) == 0:
-                    _go_back(directory, iteration)
+                    self._go_back(directory, iteration)
                 raise
         run_together(group, lambda: self._delete(directory, iteration, group))
 
@@ -74,6 +74,17 @@ class Aftercare:
             delete_leftovers(directory, read_metadata(directory).files)
             self.retention.apply(directory.parent, iteration)
 
+    def _go_back(self, directory: Path, iteration: int) -> None:
+        """To what was written of this iteration before, if that is good, or to the one before."""
+        if take_back(directory) and not verify(directory):
+            return
+        root, damaged = directory.parent, self.retention.damaged
+        older = [n for n in complete_iterations(root) if n < iteration and n not in damaged]
+        if older:
+            point_to(root, older[-1])
+        else:
+            (root / POINTER_NAME).unlink(missing_ok=True)
+
 
 def _read_back(directory: Path, group: dist.ProcessGroup | None) -> None:
     """Check this rank's share of the files."""
@@ -86,15 +97,3 @@ def _read_back(directory: Path, group: dist.ProcessGroup | None) -> None:
             "the checkpoint that was just saved is not on the disk as it was written: "
             + "; ".join(problems)
         )
-
-
-def _go_back(directory: Path, iteration: int) -> None:
-    """To what was written of this iteration before, if that is good, or to the one before it."""
-    if take_back(directory) and not verify(directory):
-        return
-    root = directory.parent
-    older = [number for number in complete_iterations(root) if number < iteration]
-    if older:
-        point_to(root, older[-1])
-    else:
-        (root / POINTER_NAME).unlink(missing_ok=True)

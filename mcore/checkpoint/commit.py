@@ -30,6 +30,11 @@ def iteration_directory(root: str | os.PathLike[str], iteration: int) -> Path:
     return Path(root) / f"iter_{iteration:07d}"
 
 
+def iteration_of(directory: Path) -> int:
+    """The number in the name of an `iteration_directory`."""
+    return int(directory.name.removeprefix("iter_"))
+
+
 def is_foreign(directory: Path) -> bool:
     """Whether the directory of an iteration holds a checkpoint that another program wrote."""
     return (directory / _FOREIGN_NAME).exists()
@@ -45,14 +50,21 @@ def unfinished_iterations(root: str | os.PathLike[str]) -> list[int]:
     return [n for n, entry in _iterations(root) if not (entry / METADATA_NAME).is_file()]
 
 
-def _iterations(root: str | os.PathLike[str]) -> list[tuple[int, Path]]:
-    """Directories of iterations that no other program wrote, by number."""
+def foreign_iterations(root: str | os.PathLike[str]) -> list[int]:
+    """Iterations of a save root that another program wrote, ascending."""
+    return [n for n, _ in _iterations(root, foreign=True)]
+
+
+def _iterations(root: str | os.PathLike[str], *, foreign: bool = False) -> list[tuple[int, Path]]:
+    """Directories of iterations by number; of ours, or of those that another program wrote."""
     if not Path(root).is_dir():
         return []
     return sorted(
         (int(match.group(1)), entry)
         for entry in Path(root).iterdir()
-        if (match := _ITERATION.fullmatch(entry.name)) and entry.is_dir() and not is_foreign(entry)
+        if (match := _ITERATION.fullmatch(entry.name))
+        and entry.is_dir()
+        and is_foreign(entry) == foreign
     )
 
 

@@ -17,7 +17,7 @@ from mcore.checkpoint.commit import (
     latest_iteration,
     unfinished_iterations,
 )
-from mcore.checkpoint.together import process_group, run_together
+from mcore.checkpoint.together import process_group, rank_in, run_together
 from mcore.errors import DamagedCheckpointError
 from mcore.log import get_logger
 from mcore.topology.group import Group
@@ -70,6 +70,7 @@ def first_good(
     *,
     iteration: int | None = None,
     fall_back: bool = True,
+    on_damage: Callable[[Path], None] | None = None,
     group: Group | dist.ProcessGroup | None = None,
 ) -> T:
     """Use the newest checkpoint that is not damaged. Collective.
@@ -80,6 +81,7 @@ def first_good(
             `DamagedCheckpointError`, then on every rank and before anything has changed.
         iteration: the only one to try; None = the pointer decides.
         fall_back: go on to the one before a damaged one; otherwise damage is an error.
+        on_damage: is told the directory of each that is passed over.
         group: ranks that do so together; None = all ranks of the job, or this process alone.
 
     Returns:
@@ -96,7 +98,8 @@ def first_good(
         remarks: list[str] = []
     else:
         found, remarks = run_together(handle, lambda: candidates(path, iteration))[0]
-    for remark in remarks:
+    tells = rank_in(handle) == 0  # the others know the same
+    for remark in remarks if tells else ():
         get_logger().warning("%s", remark)
     for directory, following in zip(found, [*found[1:], None], strict=True):
         try:
@@ -104,10 +107,13 @@ def first_good(
         except DamagedCheckpointError as error:
             if following is None:
                 raise
-            get_logger().error(
-                "the checkpoint %s is damaged and is not used: %s; GOING BACK to %s",
-                directory,
-                error,
-                following,
-            )
+            if on_damage is not None:
+                on_damage(directory)
+            if tells:
+                get_logger().error(
+                    "the checkpoint %s is damaged and is not used: %s; GOING BACK to %s",
+                    directory,
+                    error,
+                    following,
+                )
     raise AssertionError

@@ -28,10 +28,13 @@ class Retention:
     Attributes:
         keep_latest: how many of the newest checkpoints; None = all of them, nothing is deleted.
         keep_every: iterations that are multiples of this stay for good; None = no such.
+        damaged: iterations that were found damaged: they count for nothing, and go with the
+            good ones before them.
     """
 
     keep_latest: int | None = None
     keep_every: int | None = None
+    damaged: frozenset[int] = frozenset()
 
     def doomed(self, iterations: Iterable[int], saved: int) -> list[int]:
         """Which of the complete iterations go, after `saved` was written.
@@ -41,20 +44,22 @@ class Retention:
         if self.keep_latest is None:
             return []
         older = sorted(iteration for iteration in iterations if iteration <= saved)
+        good = [iteration for iteration in older if iteration not in self.damaged]
+        first_kept = min(good[-self.keep_latest :], default=0)
         return [
             iteration
-            for iteration in older[: -self.keep_latest]
-            if self.keep_every is None or iteration % self.keep_every
+            for iteration in older
+            if iteration < first_kept and (self.keep_every is None or iteration % self.keep_every)
         ]
 
     def leaves_one(self, root: Path, saved: int) -> bool:
-        """Whether `apply` will delete checkpoints until that of `saved` is the only one.
+        """Whether `apply` will delete checkpoints until that of `saved` is the only good one.
 
         Those beyond `saved` do not count: a run may have left them because they are damaged.
         """
         iterations = [number for number in complete_iterations(root) if number <= saved]
         doomed = self.doomed(iterations, saved)
-        return bool(doomed) and len(iterations) - len(doomed) == 1
+        return bool(doomed) and {*iterations} - {*doomed} - self.damaged <= {saved}
 
     def apply(self, root: Path, saved: int) -> None:
         """Delete what is not kept, and the remains of saves that died before `saved`.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -28,14 +29,23 @@ class CheckpointWriter:
         options: where, how often and how.
         timeout: how long a rank waits for the others' part of a save in the background; torch's
             default when None.
+        damaged: checkpoints that the run did not start from because they are damaged.
     """
 
-    def __init__(self, options: CheckpointConfig, *, timeout: timedelta | None = None) -> None:
+    def __init__(
+        self,
+        options: CheckpointConfig,
+        *,
+        timeout: timedelta | None = None,
+        damaged: Iterable[Path] = (),
+    ) -> None:
         self._options = options
-        retention = _retention(options)
-        self._aftercare = Aftercare(options.verify_saved_checkpoint, retention)
+        self._retention = _retention(options)
+        self._damaged: set[int] = set()
+        for directory in damaged:
+            self.found_damaged(directory)
         self._saver: AsyncSaver | None = None
-        reads_back = options.verify_saved_checkpoint or retention.keep_latest == 1
+        reads_back = options.verify_saved_checkpoint or self._retention.keep_latest == 1
         if options.save is not None and (options.async_save or reads_back):
             self._saver = AsyncSaver(timeout=timeout)
 
@@ -53,10 +63,10 @@ class CheckpointWriter:
         """
         root, saver = self._options.save, self._saver
         assert root is not None
+        self._damaged.discard(iteration)
+        aftercare = self._aftercare()
         if saver is not None and self._options.async_save:
-            saver.save(
-                root, iteration, tensors, common, rank_local=rank_local, aftercare=self._aftercare
-            )
+            saver.save(root, iteration, tensors, common, rank_local=rank_local, aftercare=aftercare)
             get_logger().info("saving checkpoint of iteration %d to %s", iteration, root)
             return
         if saver is not None:
@@ -65,13 +75,20 @@ class CheckpointWriter:
             root, iteration, tensors, common, rank_local=rank_local, settle=False
         )
         get_logger().info("saved checkpoint of iteration %d to %s", iteration, path)
-        self._care(path)
-
-    def _care(self, path: Path) -> None:
-        if self._saver is None:
-            self._aftercare.apply(path)
+        if saver is None:
+            aftercare.apply(path)
         else:
-            self._saver.start(lambda group: self._aftercare.apply(path, group))
+            saver.start(lambda group: aftercare.apply(path, group))
+
+    def found_damaged(self, directory: Path) -> None:
+        """Take note that this checkpoint cannot be used: none before it goes because of it."""
+        root = self._options.save
+        if root is not None and directory.parent.resolve() == Path(root).resolve():
+            self._damaged.add(checkpoint.iteration_of(directory))
+
+    def _aftercare(self) -> Aftercare:
+        retention = replace(self._retention, damaged=frozenset(self._damaged))
+        return Aftercare(self._options.verify_saved_checkpoint, retention)
 
     def poll(self) -> None:
         """See to it that a failure in the background ends the run; once a step, collective.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,6 @@ from torch import Tensor
 
 from mcore import checkpoint
 from mcore.checkpoint import RankLocal, ShardedTensor, sharded_parameter
-from mcore.config.checkpoint import CheckpointConfig
 from mcore.config.run import RunConfig
 from mcore.distributed import ParamPart
 from mcore.errors import CheckpointError, DamagedCheckpointError
@@ -114,78 +113,21 @@ def moved_tokenizer(options: dict[str, Any], directory: Path) -> dict[str, Any]:
     return options
 
 
-def directory_problem(options: CheckpointConfig, *, may_be_elsewhere: bool = False) -> str | None:
-    """What could lose or silently restart a run, in words.
-
-    That is --load without a checkpoint, unless this is the first run into the same --save, and
-    --save with checkpoints of a run that is not being continued.
-
-    Args:
-        options: where to save and load.
-        may_be_elsewhere: a --load directory that is not here is on the machines of the job.
-    """
-    load, save = options.load, options.save
-    continues = _same(load, save)
-    in_the_way = save is not None and not continues and _holds_any(save)
-    if in_the_way and not options.overwrite_save:
-        if load is None:
-            return (
-                f"--save {save} holds checkpoints already: continue that run with --load {save}, "
-                "or start anew over it with --overwrite-save"
-            )
-        if _holds_any(load):
-            return (
-                f"--save {save} holds checkpoints already, and --load names another directory; "
-                "choose a new --save or start anew over it with --overwrite-save"
-            )
-    if load is None or _holds_any(load):
-        return None
-    if may_be_elsewhere and not options.exit_on_missing_checkpoint and not Path(load).exists():
-        return None
-    if continues and not options.exit_on_missing_checkpoint and options.ckpt_step is None:
-        return None
-    return (
-        f"--load {load} holds no checkpoint; correct the path, or give the same directory as "
-        "--save to start a new run there"
-    )
-
-
-def has_start(options: CheckpointConfig) -> bool:
-    """Whether there is a checkpoint to load."""
-    return options.load is not None and _holds_any(options.load)
-
-
-def make_root(save: str) -> None:
-    """Make the save root, so that a path that cannot be one is found before anything is built.
-
-    Raises:
-        CheckpointError: it cannot be made.
-    """
-    try:
-        Path(save).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CheckpointError(f"--save {save} cannot be made: {error}") from error
-
-
-def _holds_any(root: str) -> bool:
-    path = Path(root)
-    if not path.is_dir():
-        return False
-    pointer = path / "latest_checkpointed_iteration.txt"
-    complete = checkpoint.complete_iterations(path)  # unfinished ones are of a first save that died
-    return pointer.exists() or bool(complete) or (path / "metadata.json").exists()
-
-
-def _same(first: str | None, second: str | None) -> bool:
-    return (
-        first is not None and second is not None and Path(first).resolve() == Path(second).resolve()
-    )
-
-
-def load(state: TrainState, config: RunConfig, ctx: ParallelContext) -> Path:
+def load(
+    state: TrainState,
+    config: RunConfig,
+    ctx: ParallelContext,
+    on_damage: Callable[[Path], None] | None = None,
+) -> Path:
     """Continue from a checkpoint of any layout, or take its weights only (`--finetune`).
 
     With `--skip-train` nothing is stepped: neither the optimizer's state nor the schedule is read.
+
+    Args:
+        state: of a run that has not begun.
+        config: the run's.
+        ctx: groups.
+        on_damage: is told the directory of each checkpoint that is passed over.
 
     Returns:
         Its directory.
@@ -205,10 +147,17 @@ def load(state: TrainState, config: RunConfig, ctx: ParallelContext) -> Path:
         lambda directory: _load_from(directory, state, config, ctx),
         iteration=options.ckpt_step,
         fall_back=options.on_damaged_checkpoint == "fallback",
+        on_damage=on_damage,
     )
 
 
-def go_back(state: TrainState, config: RunConfig, ctx: ParallelContext, path: str) -> Path:
+def go_back(
+    state: TrainState,
+    config: RunConfig,
+    ctx: ParallelContext,
+    path: str,
+    on_damage: Callable[[Path], None] | None = None,
+) -> Path:
     """Return to the newest good checkpoint of this run, with all that it holds.
 
     Args:
@@ -216,6 +165,7 @@ def go_back(state: TrainState, config: RunConfig, ctx: ParallelContext, path: st
         config: the run's.
         ctx: groups.
         path: save root, or the directory of one iteration.
+        on_damage: is told the directory of each checkpoint that is passed over.
 
     Returns:
         The checkpoint's directory.
@@ -228,7 +178,9 @@ def go_back(state: TrainState, config: RunConfig, ctx: ParallelContext, path: st
     options = replace(config.checkpoint, finetune=False, load_optim=True, load_rng=True)
     whole = replace(config, checkpoint=options)
     state.unsettled = None
-    return checkpoint.first_good(path, lambda directory: _load_from(directory, state, whole, ctx))
+    return checkpoint.first_good(
+        path, lambda directory: _load_from(directory, state, whole, ctx), on_damage=on_damage
+    )
 
 
 def _load_from(directory: Path, state: TrainState, config: RunConfig, ctx: ParallelContext) -> Path:

@@ -134,7 +134,13 @@ class Run:
         self.writer.wait()
         # Of what was to be done when the checkpoint was written this run has done its part.
         is_owed = self.state.evaluation_is_owed
-        checkpointing.go_back(self.state, self.config, self.runtime.ctx, self.restore_from)
+        checkpointing.go_back(
+            self.state,
+            self.config,
+            self.runtime.ctx,
+            self.restore_from,
+            self.writer.found_damaged,
+        )
         self.state.evaluation_is_owed = is_owed
         follow_data_order(self.state, self.datasets[0])
         if self.state.iteration >= order.iteration:

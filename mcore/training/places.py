@@ -16,8 +16,8 @@ from mcore.config.training import RuntimeConfig
 from mcore.data.blend import read_blends
 from mcore.device import pick_device
 from mcore.errors import ConfigError, DataError
-from mcore.training.checkpointing import directory_problem
 from mcore.training.initialize import Launch, backend_problem
+from mcore.training.save_roots import directory_problem
 
 #: Files that a program reads its data from.
 DataFiles = Callable[[DataConfig], Iterable[str]]

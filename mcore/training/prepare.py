@@ -26,6 +26,7 @@ from mcore.training.deepspeed_options import with_deepspeed, write_resolved
 from mcore.training.initialize import Launch
 from mcore.training.pipeline_plan import plan_pipeline, plan_split, prove_pipeline
 from mcore.training.places import DataFiles, problems_here
+from mcore.training.save_roots import has_start, make_root
 from mcore.training.scalars import missing_packages
 
 #: Sections of a configuration by name; they may lack fields that are at fault.
@@ -84,10 +85,10 @@ def prepare(arguments: Arguments, launch: Launch, data_files: DataFiles | None =
     )
     options = settled.config.checkpoint
     if options.save is not None:
-        checkpointing.make_root(options.save)
+        make_root(options.save)
         if arguments.deepspeed is not None and launch.rank == 0:
             write_resolved(arguments.deepspeed, settled.config, launch.world_size)
-    return Prepared(settled.config, settled.notes, checkpointing.has_start(options))
+    return Prepared(settled.config, settled.notes, has_start(options))
 
 
 def settle_options(

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 
 from mcore.config.command_line import spelled_as_flags
 from mcore.config.run import Resolved, RunConfig, batch_size_calculator, resolve
@@ -197,7 +198,10 @@ def _run_told(
     memory = MemoryWatch(config, launch.world_size, runtime)
     state = build_state(config, resolved, runtime, providers.model)
     memory.tell_prediction(state.chunks)
-    loaded = checkpointing.load(state, config, runtime.ctx) if prepared.loads else None
+    loaded: Path | None = None
+    damaged: list[Path] = []
+    if prepared.loads:
+        loaded = checkpointing.load(state, config, runtime.ctx, damaged.append)
     setup_done = time.perf_counter()
     if not config.training.skip_train:
         _check_continuation(state, resolved)
@@ -224,7 +228,8 @@ def _run_told(
         notes_gradients=has_policy or not config.optimizer.scales_dynamically,
     )
     minutes = config.runtime.distributed_timeout_minutes
-    writer = CheckpointWriter(config.checkpoint, timeout=timedelta(minutes=minutes))
+    timeout = timedelta(minutes=minutes)
+    writer = CheckpointWriter(config.checkpoint, timeout=timeout, damaged=damaged)
     autopilot = build_autopilot(config, resolved, runtime, steps, datasets)
     training = Run(
         config, resolved, runtime, state, steps, datasets, log, writer, memory, exits, autopilot

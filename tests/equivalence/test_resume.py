@@ -2,12 +2,13 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from mcore.checkpoint import read_common, read_tensors
+from mcore.checkpoint import complete_iterations, read_common, read_tensors
 from mcore.convert import save_model_state
 from mcore.errors import CheckpointError, ConfigError
 from tests.equivalence.program import (
@@ -21,6 +22,7 @@ from tests.equivalence.program import (
     train,
     without_rates,
 )
+from tests.equivalence.test_layouts import every_layout
 from tests.equivalence.tiny import command
 
 DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
@@ -79,6 +81,23 @@ def test_resume_at_the_same_layout_is_bit_identical(corpus, tmp_path, layout, it
     assert tensors.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(tensors[name], tensor), name
+
+
+def with_virtual_stages():
+    """Every layout of 2, 4 and 8 ranks; those with stages also with two virtual ones a rank."""
+    for layout in every_layout():
+        yield layout
+        if layout.pp > 1:
+            yield replace(layout, vpp=2)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", list(with_virtual_stages()), ids=layout_id)
+def test_every_layout_resumes(corpus, tmp_path, layout):
+    options = "--num-layers 8 --global-batch-size 8"
+    wanted = train(command(corpus, 4, DROPOUT, options), layout)
+    records = in_two_parts(corpus, tmp_path, 4, layout, options)
+    assert without_rates(records) == without_rates(wanted)
 
 
 @pytest.mark.parametrize(
@@ -164,6 +183,28 @@ def test_a_damaged_file_is_named_and_the_checkpoint_before_is_taken(corpus, copy
     records = go_on(corpus, copy, "--exit-interval 4", records=copy / "records.jsonl")
     assert shard.name in capsys.readouterr().out
     assert without_rates(records) == without_rates(before)
+
+
+def test_a_damaged_one_is_none_of_those_that_are_kept(corpus, copy):
+    """4 is damaged, 5 has just been written and has not been read: 2 stays until there is 6."""
+    shard = max(copy.glob("iter_0000004/*.safetensors"), key=lambda path: path.stat().st_size)
+    shard.write_bytes(shard.read_bytes()[:-1])
+    go_on(corpus, copy, "--keep-latest 2 --exit-interval 5")
+    assert complete_iterations(copy) == [2, 4, 5]
+    go_on(corpus, copy, "--keep-latest 2 --exit-interval 6")
+    assert complete_iterations(copy) == [5, 6]
+
+
+def test_a_checkpoint_of_another_program_ahead_is_told_at_the_start(corpus, copy, tmp_path):
+    for root, iteration in ((copy, 3), (copy, 7), (tmp_path / "new", 1)):
+        folder = root / f"iter_000000{iteration}"
+        folder.mkdir(parents=True)
+        (folder / ".metadata").write_bytes(b"")
+    for root, iteration in ((copy, 7), (tmp_path / "new", 1)):
+        with pytest.raises(ConfigError, match=f"another program, of iteration {iteration}, "):
+            go_on(corpus, root)
+    (copy / "iter_0000007" / ".metadata").unlink()
+    assert [r["iteration"] for r in go_on(corpus, copy, "--exit-interval 5")] == [5]
 
 
 def test_a_first_run_starts_new_and_says_so(corpus, tmp_path, capsys):

@@ -1,6 +1,7 @@
 """Where a run starts when the newest checkpoint is damaged."""
 
 import hashlib
+import logging
 
 import pytest
 import torch
@@ -16,6 +17,18 @@ from mcore.checkpoint import (
 from mcore.checkpoint.commit import iteration_directory
 from mcore.errors import CheckpointError, DamagedCheckpointError
 from mcore.testing import run_distributed
+
+
+class Lines(logging.Handler):
+    """What is logged as a warning or an error."""
+
+    def __init__(self):
+        super().__init__(logging.WARNING)
+        self.lines = []
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())
+
 
 POINTER = "latest_checkpointed_iteration.txt"
 
@@ -106,8 +119,18 @@ def test_what_is_not_damage_is_an_error(root):
     assert not isinstance(info.value, DamagedCheckpointError)
 
 
+def test_who_asks_is_told_what_was_passed_over(root):
+    for iteration in (6, 4):
+        flip(shard(root, iteration), -1)
+    passed = []
+    assert loaded(root, on_damage=passed.append) == 2
+    assert passed == [iteration_directory(root, number) for number in (6, 4)]
+
+
 def load_on_three(root):
     rank = torch.distributed.get_rank()
+    log, handler = logging.getLogger("mcore"), Lines()
+    log.addHandler(handler)
     target = torch.zeros(5, 3)
     part = ShardedTensor("model.w", (15, 3), torch.float32, [Rectangle((rank * 5, 0), target)])
     tried = []
@@ -118,7 +141,8 @@ def load_on_three(root):
         load(directory, {"model.w": part})
 
     first_good(root, attempt)
-    return tried, target[0, 0].item()
+    log.removeHandler(handler)
+    return tried, target[0, 0].item(), handler.lines
 
 
 @pytest.mark.dist
@@ -126,5 +150,11 @@ def test_all_ranks_fall_back_together(tmp_path):
     for iteration in (1, 2):
         save(tmp_path, iteration, {"model.w": torch.full((15, 3), float(iteration))}, {})
     flip(shard(tmp_path, 2), -15 * 3 * 2)
+    (tmp_path / "iter_0000009").mkdir()
     results = run_distributed(load_on_three, 3, tmp_path, timeout=60)
-    assert results == [(["iter_0000002", "iter_0000001"], 1.0)] * 3
+    tried, values, told = zip(*results, strict=True)
+    assert tried == (["iter_0000002", "iter_0000001"],) * 3
+    assert values == (1.0,) * 3
+    assert [len(lines) for lines in told] == [2, 0, 0]  # once, not once per rank
+    assert "never finished" in told[0][0]
+    assert "GOING BACK" in told[0][1]

@@ -1,6 +1,9 @@
 """What stays on disk: against lists written out by hand, and with files of others in the way."""
 
+import contextlib
+import itertools
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +12,7 @@ from mcore.checkpoint import (
     Aftercare,
     CheckpointReader,
     Retention,
+    candidates,
     complete_iterations,
     latest_iteration,
     leftovers,
@@ -34,6 +38,11 @@ def write(root, *iterations):
         (Retention(keep_latest=5), [2, 4, 6], 6, []),
         (Retention(keep_latest=1, keep_every=4), [2, 4, 6, 8, 10], 10, [2, 6]),
         (Retention(keep_latest=1), [2, 4, 6, 8], 4, [2]),  # 6 and 8 are of a branch left behind
+        # 20 was found damaged: it is none of the two, and goes when 10 does
+        (Retention(keep_latest=2, damaged=frozenset({20})), [10, 20, 25], 25, []),
+        (Retention(keep_latest=2, damaged=frozenset({20})), [10, 20, 25, 30], 30, [10, 20]),
+        (Retention(keep_latest=2, damaged=frozenset({10, 20})), [5, 10, 20, 25], 25, []),
+        (Retention(keep_latest=1, keep_every=20, damaged=frozenset({20})), [10, 20, 25], 25, [10]),
     ],
 )
 def test_what_goes(retention, iterations, saved, doomed):
@@ -97,6 +106,69 @@ def test_one_beyond_the_newest_does_not_count_as_left(tmp_path):
     with pytest.raises(DamagedCheckpointError):
         Aftercare(retention=Retention(keep_latest=1)).apply(tmp_path / "iter_0000025")
     assert latest_iteration(tmp_path) == 20
+
+
+def test_one_that_was_found_damaged_does_not_count_as_left(tmp_path):
+    """20 is kept for good, but it is damaged: 25 is read back before 10 goes."""
+    write(tmp_path, 10, 20, 25)
+    one_bit(next((tmp_path / "iter_0000025").glob("*.safetensors")))
+    retention = Retention(keep_latest=1, keep_every=20, damaged=frozenset({20}))
+    with pytest.raises(DamagedCheckpointError):
+        Aftercare(retention=retention).apply(tmp_path / "iter_0000025")
+    assert complete_iterations(tmp_path) == [10, 20, 25]
+    assert latest_iteration(tmp_path) == 10
+
+
+class Died(BaseException):
+    """Nothing in a process that is killed can catch it."""
+
+
+def dies_at(monkeypatch, number):
+    """Let the process die where it would delete something for the `number`th time."""
+    calls = []
+
+    def dying(real):
+        def delete(*args, **keywords):
+            calls.append(args)
+            if len(calls) == number:
+                raise Died
+            return real(*args, **keywords)
+
+        return delete
+
+    for name in ("unlink", "rmdir"):
+        monkeypatch.setattr(Path, name, dying(getattr(Path, name)))
+    return calls
+
+
+def test_a_process_that_dies_while_it_deletes(tmp_path, monkeypatch):
+    """Before each deletion in turn: a restart finds the newest whole, and deletes the rest."""
+    start, later = tmp_path / "start", tmp_path / "later"
+    write(start, 2, 4, 6)
+    for left in ("shard_00001.ab.safetensors", ".metadata.json.replaced"):
+        for iteration in (2, 6):
+            (start / f"iter_000000{iteration}" / left).write_bytes(b"died")
+    write(later, 8)
+    for number in itertools.count(1):
+        root = shutil.copytree(start, tmp_path / f"{number}")
+        care = Aftercare(retention=Retention(keep_latest=1))
+        with monkeypatch.context() as patch:
+            calls = dies_at(patch, number)
+            with contextlib.suppress(Died):
+                care.apply(root / "iter_0000006")
+        left = complete_iterations(root)
+        assert 6 in left
+        assert [verify(root / f"iter_000000{iteration}") for iteration in left] == [[]] * len(left)
+        found, remarks = candidates(root)
+        assert (found[0].name, remarks) == ("iter_0000006", [])
+        assert read_tensors(root)["model.a"].tolist() == [6.0] * 4
+        shutil.copytree(later, root, dirs_exist_ok=True)
+        care.apply(root / "iter_0000008")
+        names = sorted(path.name for path in root.iterdir())
+        assert names == ["iter_0000008", "latest_checkpointed_iteration.txt"]
+        if len(calls) < number:
+            break
+    assert number > 12
 
 
 def test_checkpoints_of_megatron_are_left_alone(tmp_path):

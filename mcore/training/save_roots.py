@@ -1,0 +1,94 @@
+"""Whether a run may start from, and save to, the directories that it names."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+from mcore import checkpoint
+from mcore.config.checkpoint import CheckpointConfig
+from mcore.errors import CheckpointError, DamagedCheckpointError
+
+
+def directory_problem(options: CheckpointConfig, *, may_be_elsewhere: bool = False) -> str | None:
+    """What could lose or silently restart a run, in words.
+
+    That is --load without a checkpoint, unless this is the first run into the same --save, and
+    --save with checkpoints of a run that is not being continued, or of another program where a save
+    may want to go.
+
+    Args:
+        options: where to save and load.
+        may_be_elsewhere: a --load directory that is not here is on the machines of the job.
+    """
+    load, save = options.load, options.save
+    continues = _same(load, save)
+    in_the_way = save is not None and not continues and _holds_any(save)
+    if in_the_way and not options.overwrite_save:
+        if load is None:
+            return (
+                f"--save {save} holds checkpoints already: continue that run with --load {save}, "
+                "or start anew over it with --overwrite-save"
+            )
+        if _holds_any(load):
+            return (
+                f"--save {save} holds checkpoints already, and --load names another directory; "
+                "choose a new --save or start anew over it with --overwrite-save"
+            )
+    if load is not None and not _holds_any(load):
+        elsewhere = may_be_elsewhere and not Path(load).exists()
+        starts_new = elsewhere or (continues and options.ckpt_step is None)
+        if options.exit_on_missing_checkpoint or not starts_new:
+            return (
+                f"--load {load} holds no checkpoint; correct the path, or give the same directory "
+                "as --save to start a new run there"
+            )
+    return None if save is None else _foreign_problem(save, options)
+
+
+def _foreign_problem(save: str, options: CheckpointConfig) -> str | None:
+    """What a save would come upon after hours."""
+    start = 0
+    if options.load is not None and not options.finetune:
+        with contextlib.suppress(DamagedCheckpointError):  # told when the run loads it
+            start = options.ckpt_step or checkpoint.latest_iteration(options.load) or 0
+    ahead = [number for number in checkpoint.foreign_iterations(save) if number > start]
+    if not ahead:
+        return None
+    return (
+        f"--save {save} holds checkpoints of another program, of iteration "
+        f"{', '.join(map(str, ahead))}, which mcore does not write over; move them away or choose "
+        "another --save"
+    )
+
+
+def has_start(options: CheckpointConfig) -> bool:
+    """Whether there is a checkpoint to load."""
+    return options.load is not None and _holds_any(options.load)
+
+
+def make_root(save: str) -> None:
+    """Make the save root, so that a path that cannot be one is found before anything is built.
+
+    Raises:
+        CheckpointError: it cannot be made.
+    """
+    try:
+        Path(save).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"--save {save} cannot be made: {error}") from error
+
+
+def _holds_any(root: str) -> bool:
+    path = Path(root)
+    if not path.is_dir():
+        return False
+    pointer = path / "latest_checkpointed_iteration.txt"
+    complete = checkpoint.complete_iterations(path)  # unfinished ones are of a first save that died
+    return pointer.exists() or bool(complete) or (path / "metadata.json").exists()
+
+
+def _same(first: str | None, second: str | None) -> bool:
+    return (
+        first is not None and second is not None and Path(first).resolve() == Path(second).resolve()
+    )
