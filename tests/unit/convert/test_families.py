@@ -16,6 +16,7 @@ from transformers import (
 )
 
 from mcore.checkpoint import read_common
+from mcore.cli import convert
 from mcore.cli.main import main
 from mcore.convert.logits import largest_logit_difference
 
@@ -88,6 +89,19 @@ def test_logits_are_those_of_transformers(tmp_path, name, capsys):
     models = [AutoModelForCausalLM.from_pretrained(folder).eval() for folder in (source, out)]
     with torch.no_grad():
         assert torch.equal(*(model(tokens).logits for model in models))
+
+
+@pytest.mark.parametrize(
+    ("difference", "warns"), [(1e-5, False), (2e-3, True), (float("nan"), True)]
+)
+def test_logits_that_differ_by_more_than_rounding_are_warned_of(
+    tmp_path, monkeypatch, caplog, difference, warns
+):
+    random_model(FAMILIES["qwen2"], tmp_path / "hf")
+    monkeypatch.setattr(convert, "largest_logit_difference", lambda *_: difference)
+    words = ["--hf", str(tmp_path / "hf"), "--save", str(tmp_path / "saved")]
+    assert main(["convert", "hf-to-mcore", *words]) == 0
+    assert ("more than rounding" in caplog.text) == warns
 
 
 def test_the_windows_and_scalings_above_matter(tmp_path):
