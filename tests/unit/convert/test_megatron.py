@@ -1,7 +1,6 @@
 """Megatron's own checkpoints in, bit for bit, and out as it wrote them; nothing in them is run."""
 
 import argparse
-import io
 import pickle
 import shutil
 import signal
@@ -114,9 +113,11 @@ def drawn(name, shape):
     return torch.randn(shape, generator=generator)
 
 
-def test_virtual_stages_that_megatron_core_wrote():
-    """By version 0.19.2 in two processes, two virtual stages each."""
-    options, tensors = read(CHECKPOINTS / "drawn" / "legacy_pp2_vpp2")
+@pytest.mark.parametrize("kind", ["legacy_pp2_vpp2", "torch_dist"])
+def test_what_megatron_core_0_19_wrote(kind):
+    """Two processes, pipeline 2: virtual stages; `torch_dist`, since then without common.pt."""
+    options, tensors = read(CHECKPOINTS / "drawn" / kind)
+    assert list((CHECKPOINTS / "drawn").rglob("common.pt")) == []
     assert (options.num_layers, options.untie_embeddings_and_output_weights) == (4, True)
     assert_equal(tensors, {name: drawn(name, shape) for name, shape in options.shapes().items()})
 
@@ -176,27 +177,6 @@ def test_rows_of_version_zero_by_hand():
     ]  # fmt: skip
     name = "language_model.transformer.layers.3.attention.dense.bias"
     assert canonical_name(name) == "decoder.layers.3.self_attention.linear_proj.bias"
-
-
-def test_common_state_among_the_objects(tmp_path):
-    """Since 0.20 there is no common.pt: the same content is an object in the data files."""
-    source = CHECKPOINTS / "gpt" / "torch_dist"
-    shutil.copytree(source, tmp_path / "new")
-    folder = tmp_path / "new" / "iter_0000007"
-    common = torch.load(folder / "common.pt", weights_only=False)
-    (folder / "common.pt").unlink()
-    outer = io.BytesIO()
-    torch.save([common], outer)
-    with (folder / ".metadata").open("rb") as file:
-        metadata = pickle.load(file)
-    index, place = next(iter(metadata.storage_data.items()))
-    data = folder / "__0_9.distcp"
-    data.write_bytes(outer.getvalue())
-    key = "common_state/shard_0_1"
-    metadata.state_dict_metadata[key] = metadata.state_dict_metadata[index.fqn]
-    metadata.storage_data[type(index)(key)] = type(place)(data.name, 0, len(outer.getvalue()))
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-    assert_equal(read_torch_dist(tmp_path / "new")[1], golden_weights("gpt"))
 
 
 class Payload:

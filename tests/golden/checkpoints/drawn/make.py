@@ -21,7 +21,9 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-mock.patch.object(torch.cuda, "synchronize").start()  # no GPU is at hand
+# No GPU is at hand.
+mock.patch.object(torch.cuda, "synchronize").start()
+mock.patch.object(torch.cuda, "current_device", return_value="cpu").start()
 LAYERS, HIDDEN, HEADS, FFN, VOCABULARY, POSITIONS = 4, 16, 2, 24, 32, 8
 MODEL = {
     "num_layers": LAYERS,
