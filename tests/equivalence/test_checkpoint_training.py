@@ -1,5 +1,6 @@
 """Training and its checkpoints: written beside training, damaged, deleted, at several layouts."""
 
+import itertools
 import os
 import threading
 import time
@@ -29,11 +30,10 @@ from tests.equivalence.tiny import command
 
 ZERO = "--data-parallel-sharding-strategy"
 LAYOUTS = [
-    pytest.param(Layout(), "", marks=pytest.mark.full),
-    pytest.param(Layout(tp=2, sp=True, dp=2), "", marks=pytest.mark.full),
-    (Layout(pp=2, dp=2), f"{ZERO} optim"),
-    pytest.param(Layout(dp=3), f"{ZERO} optim_grads_params", marks=pytest.mark.full),
-    pytest.param(Layout(tp=2, pp=2, vpp=2), "", marks=pytest.mark.full),
+    Layout(),
+    Layout(tp=2, sp=True, dp=2),
+    Layout(pp=2, dp=2),
+    Layout(tp=2, pp=2, vpp=2),
 ]
 DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
 
@@ -53,14 +53,25 @@ def growing(corpus, *more):
     return words
 
 
+def resumes():
+    """Each layout without and with ZeRO, saving in the foreground and in the background."""
+    for layout, strategy, background in itertools.product(
+        LAYOUTS, ("no_shard", "optim"), ("", "--async-save")
+    ):
+        daily = (layout, strategy, background) == (Layout(pp=2, dp=2), "optim", "--async-save")
+        marks = () if daily else pytest.mark.full
+        yield pytest.param(layout, strategy, background, marks=marks)
+    yield pytest.param(Layout(dp=3), "optim_grads_params", "--async-save", marks=pytest.mark.full)
+
+
 @pytest.mark.dist
-@pytest.mark.parametrize(("layout", "options"), LAYOUTS, ids=layout_id)
-def test_resume_is_a_continuation(corpus, tmp_path, layout, options):
+@pytest.mark.parametrize(("layout", "strategy", "background"), list(resumes()), ids=layout_id)
+def test_resume_is_a_continuation(corpus, tmp_path, layout, strategy, background):
     """Dropout, evaluation, reading threads, a growing batch, a save in the background."""
-    flags = f"{DROPOUT} {options} --eval-iters 1 --eval-interval 3 --num-workers 2"
+    flags = f"{DROPOUT} {ZERO} {strategy} --eval-iters 1 --eval-interval 3 --num-workers 2"
     want = train(growing(corpus, flags, f"--save {tmp_path}/a --save-interval 100"), layout)
     assert sum("lm_loss" in record for record in want) == 9
-    saves = f"--save {tmp_path}/b --save-interval 4 --async-save"
+    saves = f"--save {tmp_path}/b --save-interval 4 {background}"
     records = tmp_path / "records.jsonl"
     train(growing(corpus, flags, saves, "--exit-interval 4"), layout, records=records)
     again = train(growing(corpus, flags, saves, f"--load {tmp_path}/b"), layout, records=records)

@@ -1,5 +1,7 @@
 """A global batch that grows while training, against Megatron's table and over a resume."""
 
+import itertools
+
 import pytest
 
 from mcore.config.run import resolve
@@ -7,15 +9,15 @@ from mcore.errors import ConfigError
 from mcore.training.arguments import build_config, parse
 from mcore.training.initialize import Launch
 from mcore.training.pretrain import prepare
-from tests.equivalence.program import SINGLE, series, train, without_rates
+from tests.equivalence.program import SINGLE, read_records, series, train, without_rates
 from tests.equivalence.tiny import command
 
 
-def growing(corpus, *more):
-    words = command(corpus, 1, "--train-samples 60 --rampup-batch-size 4 4 24", *more)
+def growing(corpus, *more, ramp="4 4 24", last=12, samples=60):
+    words = command(corpus, 1, f"--train-samples {samples} --rampup-batch-size {ramp}", *more)
     at = words.index("--train-iters")
     del words[at : at + 2]
-    words[words.index("--global-batch-size") + 1] = "12"
+    words[words.index("--global-batch-size") + 1] = str(last)
     for iterations in ("--lr-warmup-iters",):
         at = words.index(iterations)
         words[at : at + 2] = ["--lr-warmup-samples", "8"]
@@ -33,6 +35,23 @@ def test_batches_rates_and_resume(corpus, tmp_path):
     train(growing(corpus, saves), SINGLE, records=tmp_path / "b.jsonl")
     again = growing(corpus, f"--save {tmp_path}/c --save-interval 100 --load {tmp_path}/c")
     resumed = train(again, SINGLE, records=tmp_path / "b.jsonl")
+    assert without_rates(resumed) == without_rates(straight)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("middle", [4, 5, 7, 9])
+def test_resume_at_every_part_of_the_ramp(corpus, tmp_path, middle):
+    """Where the batch has just grown, between, where it grows next, and after the ramp."""
+    ramp = {"ramp": "4 4 48", "last": 16, "samples": 120}
+    straight = train(growing(corpus, **ramp))
+    sizes = [4, 4, 4, 4, 8, 8, 12, 12, 16, 16, 16, 16]
+    assert series(straight, "global_batch_size") == sizes
+    assert series(straight, "consumed_train_samples") == list(itertools.accumulate(sizes))
+    folder = f"--save {tmp_path} --load {tmp_path}"
+    records = tmp_path / "records.jsonl"
+    train(growing(corpus, folder, f"--exit-interval {middle}", **ramp), records=records)
+    assert len(read_records(records)) == middle
+    resumed = train(growing(corpus, folder, **ramp), records=records)
     assert without_rates(resumed) == without_rates(straight)
 
 

@@ -14,6 +14,7 @@ from tests.equivalence.program import (
     train_and_inspect,
 )
 from tests.equivalence.test_golden import Family
+from tests.equivalence.test_layouts import VARIANTS
 from tests.equivalence.tiny import command
 
 ZERO = "--data-parallel-sharding-strategy"
@@ -32,6 +33,17 @@ MORE = [
     (Layout(pp=2, dp=2, vpp=2), f"{ZERO} optim"),
     (Layout(tp=2, sp=True, pp=2), "--decoder-first-pipeline-num-layers 5"),
     (Layout(tp=2, pp=2), ""),
+]
+
+#: No tensor has an equal share for each of 2, 3 or 5 ranks; the batch has.
+ODD = (
+    "--num-layers 2 --hidden-size 60 --ffn-hidden-size 177 --vocab-size 101 --global-batch-size 30"
+)
+ODD_RING = [
+    (Layout(dp=2), f"{ZERO} optim"),
+    (Layout(dp=3), f"{ZERO} optim_grads"),
+    (Layout(dp=5), f"{ZERO} optim_grads_params"),
+    (SINGLE, ""),
 ]
 
 GOLDEN_MODEL = (
@@ -83,12 +95,17 @@ def go_round(hops, folder, words_with, reference):
 
 @pytest.mark.dist
 @pytest.mark.parametrize(
-    "hops",
-    [RING[4:6], pytest.param(RING + MORE, marks=pytest.mark.full)],
-    ids=["short", "whole"],
+    ("hops", "variant"),
+    [
+        pytest.param(RING[4:6], "", id="short"),
+        pytest.param(RING + MORE, "", marks=pytest.mark.full, id="whole"),
+        # Gate and up rows, query groups (of which tp 4 has too few), QKV bias.
+        pytest.param(RING + MORE, VARIANTS["llama"], marks=pytest.mark.full, id="llama"),
+        pytest.param(ODD_RING, ODD, marks=pytest.mark.full, id="odd"),
+    ],
 )
-def test_ring(corpus, tmp_path, hops):
-    words_with = partial(words_of, corpus)
+def test_ring(corpus, tmp_path, hops, variant):
+    words_with = partial(words_of, corpus, variant)
     start = tmp_path / "start"
     train(words_with(f"--save {start} --save-interval 3 --exit-interval 3"), SINGLE)
     go_round(hops, tmp_path, words_with, train(words_with(f"--load {start}"), SINGLE))
