@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from mcore import device
+from mcore.checkpoint import AsyncSaver, CheckpointReader, differences, save
 from mcore.device import HostTransfer, host_copy
 from mcore.training.hardware import find_nvml
 from tests.equivalence.program import (
@@ -160,3 +162,53 @@ def test_overlap_on_streams_changes_no_bit(corpus, tmp_path):
         )
         found.append([json.loads(line)["lm_loss"] for line in path.read_text().splitlines()])
     assert found[0] == found[1]
+
+
+def test_a_save_beside_training_is_that_of_its_moment(gpu, tmp_path):
+    """The device is still at work on what is saved, and changes it right after the call."""
+    factor = torch.full((2048, 2048), 1.0 / 2048, device=gpu)
+    generator = torch.Generator(device=gpu).manual_seed(3)
+    tensors = {
+        "model.w": torch.randn(2048, 2048, device=gpu, generator=generator),
+        "exp_avg.w": torch.randn(2048, 2048, device=gpu, generator=generator).bfloat16(),
+    }
+    saver, places = AsyncSaver(), []
+    for iteration in (1, 2):
+        for tensor in tensors.values():
+            for _ in range(50):
+                tensor.copy_(tensor.float() @ factor + 1.0)
+        saver.save(tmp_path / "async", iteration, tensors, {})
+        wanted = {name: tensor.cpu() for name, tensor in tensors.items()}
+        for tensor in tensors.values():
+            tensor.add_(1)
+        torch.cuda.synchronize()
+        saver.wait()
+        save(tmp_path / "sync", iteration, wanted, {})
+        found = [CheckpointReader(tmp_path / name) for name in ("async", "sync")]
+        assert list(differences(*found)) == []
+        buffers = saver._staging._buffers.values()
+        assert all(buffer.is_pinned() for buffer in buffers)
+        places.append([buffer.data_ptr() for buffer in buffers])
+    saver.close()
+    assert places[0] == places[1]
+
+
+@pytest.fixture
+def alone_over_nccl(gpu, tmp_path):
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=gpu)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone_over_nccl")
+def test_a_resumed_run_is_the_straight_one(corpus, tmp_path):
+    """Dropout, and saves beside training."""
+    words = command(corpus, 12, "--hidden-dropout 0.1 --attention-dropout 0.1 --bf16")
+    straight = train([*words, "--save", str(tmp_path / "a")], device="cuda")
+    folder, records = str(tmp_path / "b"), tmp_path / "b.jsonl"
+    words += ["--save", folder, "--load", folder, "--save-interval", "3", "--async-save"]
+    train([*words, "--exit-interval", "6"], device="cuda", records=records)
+    resumed = train(words, device="cuda", records=records)
+    assert without_rates(resumed) == without_rates(straight)
+    assert list(differences(*(CheckpointReader(tmp_path / name) for name in "ab"))) == []
