@@ -1,9 +1,10 @@
 """How long a save keeps training waiting: in the foreground, in the background, a bare copy.
 
-    python benchmarks/checkpoint/blocking.py --megabytes 600
+    python benchmarks/checkpoint/blocking.py --megabytes 600 --ranks 2
 
 All three alternate within each repetition. A training step is imitated by matrix products; how much
-slower they are while the thread writes is given too.
+slower they are while the thread writes is given too. Of several ranks each has an equal part, and
+the times are those of the first.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ import time
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 
-from mcore.checkpoint import AsyncSaver, save
+from mcore.checkpoint import AsyncSaver, Rectangle, ShardedTensor, save
 
 ROWS, COLUMNS = 1024, 1024
 
@@ -40,20 +43,36 @@ def steps_while_writing(saver: AsyncSaver, matrix: torch.Tensor) -> list[float]:
     return taken
 
 
-def measure(folder: Path, megabytes: float, repeats: int) -> None:
-    count = max(1, round(megabytes * 1e6 / (4 * ROWS * COLUMNS)))
-    tensors = {f"weight{i}": torch.randn(ROWS, COLUMNS) for i in range(count)}
-    copies = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
+def sharded(tensors: dict[str, torch.Tensor], rank: int, ranks: int) -> dict[str, ShardedTensor]:
+    """This rank's rows of tensors that are cut along the rows."""
+    shape = (ranks * ROWS, COLUMNS)
+    return {
+        name: ShardedTensor(name, shape, data.dtype, [Rectangle((rank * ROWS, 0), data)])
+        for name, data in tensors.items()
+    }
+
+
+def measure(rank: int, args: argparse.Namespace, folder: Path) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / "store"), args.ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=args.ranks)
+    count = max(1, round(args.megabytes * 1e6 / args.ranks / (4 * ROWS * COLUMNS)))
+    data = {f"weight{i}": torch.randn(ROWS, COLUMNS) for i in range(count)}
+    copies = {name: torch.empty_like(tensor) for name, tensor in data.items()}
+    tensors = sharded(data, rank, args.ranks)
     matrix = torch.randn(512, 512)
     saver = AsyncSaver()
     times: dict[str, list[float]] = {name: [] for name in ("copy", "async", "sync", "idle", "busy")}
-    for number in range(repeats + 1):
-        copy = seconds(lambda: [copies[name].copy_(t) for name, t in tensors.items()])
+    for number in range(args.repeats + 1):
+        dist.barrier()
+        copy = seconds(lambda: [copies[name].copy_(t) for name, t in data.items()])
+        dist.barrier()
         blocked = seconds(lambda n=number: saver.save(folder / "async", n, tensors, {}))
         busy = steps_while_writing(saver, matrix)
         sync = seconds(lambda n=number: save(folder / "sync", n, tensors, {}))
         idle = [seconds(lambda: step(matrix)) for _ in range(20)]
-        for root in ("async", "sync"):
+        dist.barrier()
+        for root in ("async", "sync") if rank == 0 else ():
             shutil.rmtree(folder / root)
         if number:  # the first warms up: buffers are taken, pages are touched
             for name, value in zip(times, (copy, blocked, sync), strict=False):
@@ -61,9 +80,15 @@ def measure(folder: Path, megabytes: float, repeats: int) -> None:
             times["idle"] += idle
             times["busy"] += busy
     saver.close()
+    dist.destroy_process_group()
+    if rank == 0:
+        report(count * args.ranks * 4 * ROWS * COLUMNS / 1e6, args, times)
+
+
+def report(megabytes: float, args: argparse.Namespace, times: dict[str, list[float]]) -> None:
     middle = {name: 1e3 * statistics.median(values) for name, values in times.items()}
     beyond = 100 * (middle["async"] - middle["copy"]) / middle["sync"]
-    print(f"{count * 4 * ROWS * COLUMNS / 1e6:.0f} MB, median of {repeats}, milliseconds")
+    print(f"{megabytes:.0f} MB, {args.ranks} ranks, median of {args.repeats}, milliseconds")
     print("copy {copy:.0f}, async save {async:.0f}, sync save {sync:.0f}".format_map(middle))
     print(f"blocked beyond the copy: {beyond:.1f}% of a sync save")
     print("step {idle:.1f}, while the thread writes {busy:.1f}".format_map(middle))
@@ -72,13 +97,13 @@ def measure(folder: Path, megabytes: float, repeats: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Time that saving blocks training.")
     parser.add_argument("--megabytes", type=float, default=600.0)
+    parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--dir", type=Path, help="where to write; the system's temporary folder")
     args = parser.parse_args()
-    torch.set_num_threads(1)
     folder = Path(tempfile.mkdtemp(dir=args.dir))
     try:
-        measure(folder, args.megabytes, args.repeats)
+        mp.spawn(measure, (args, folder), nprocs=args.ranks)
     finally:
         shutil.rmtree(folder)
 

@@ -1,9 +1,10 @@
-"""Peak memory of an import from Hugging Face, of an export, and of loading a part.
+"""Peak memory of saving and loading, of an import from Hugging Face and of an export.
 
     python benchmarks/checkpoint/memory.py --gigabytes 1
 
 Each action runs in a process of its own; its peak is that of resident memory beyond what the same
-process has after its imports. Pages of mapped files count, although the system may drop them.
+process has after its imports, and beyond the tensors that it saves or fills. Pages of mapped files
+count, although the system may drop them.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ HIDDEN, FFN, VOCABULARY = 1024, 4096, 32000
 PEAK = """
 import sys, torch
 from mcore.cli.main import main
-from mcore.checkpoint import CheckpointReader, load
+from mcore.checkpoint import AsyncSaver, CheckpointReader, load, save
+def ones(megabytes):
+    return {f"w{i}": torch.ones(1024, 1024) for i in range(int(float(megabytes) / 4.194304))}
 def peak():
     with open("/proc/self/status") as file:
         return next(int(line.split()[1]) for line in file if line.startswith("VmHWM")) * 1024 / 1e6
@@ -36,6 +39,25 @@ IMPORT = (
 EXPORT = (
     'main(["convert", "mcore-to-hf", "--no-logits", "--load", sys.argv[1], "--hf", sys.argv[2]])'
 )
+SAVE = """
+tensors = ones(sys.argv[2])
+before = peak()
+save(sys.argv[1], 1, tensors, {})
+"""
+LOAD_ALL = """
+tensors = ones(sys.argv[2])
+before = peak()
+load(sys.argv[1], tensors)
+"""
+SAVE_ASYNC = """
+tensors = ones(sys.argv[2])
+saver = AsyncSaver()
+before = peak()
+for iteration in range(3):
+    saver.save(sys.argv[1], iteration, tensors, {})
+saver.close()
+print("staging", saver.staging_bytes / 1e6)
+"""
 LOAD = """
 reader = CheckpointReader(sys.argv[1])
 mine = [key for key in reader.keys() if ".layers.0." in key or ".layers.1." in key]
@@ -98,14 +120,16 @@ def one_layer(number: int) -> dict[str, torch.Tensor]:
     return {f"model.layers.{number}.{name}": torch.randn(shape) for name, shape in shapes.items()}
 
 
-def peak_of(program: str, *words: Path) -> str:
+def peak_of(program: str, *words: Path | float) -> str:
     code = f'{PEAK}{program}\nprint("peak", peak() - before)'
     done = subprocess.run(
         [sys.executable, "-c", code, *map(str, words)], capture_output=True, text=True, check=True
     )
     lines = [line.split() for line in done.stdout.splitlines()]
     return ", ".join(
-        f"{line[0]} {float(line[1]):.0f} MB" for line in lines if line[0] in ("part", "peak")
+        f"{line[0]} {float(line[1]):.0f} MB"
+        for line in lines
+        if line[0] in ("part", "staging", "peak")
     )
 
 
@@ -116,6 +140,9 @@ def main() -> None:
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp(dir=args.dir))
     try:
+        for name, program in (("save", SAVE), ("load", LOAD_ALL), ("async saves", SAVE_ASYNC)):
+            root = folder / ("async" if program is SAVE_ASYNC else "state")
+            print(f"{name}:", peak_of(program, root, 1e3 * args.gigabytes))
         (folder / "hf").mkdir()
         megabytes = make_model(folder / "hf", args.gigabytes)
         print(f"model {megabytes:.0f} MB in fp32")
