@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 
 import numpy as np
@@ -27,10 +26,9 @@ def random_states() -> dict[str, Tensor]:
     generator = np.random.get_state(legacy=False)
     numbers = [*generator["state"]["key"].tolist(), generator["state"]["pos"]]
     states["numpy"] = torch.tensor(numbers, dtype=torch.int64)
-    pending = (python_normal, generator["gauss"] if generator["has_gauss"] else None)
-    states[_PENDING] = torch.tensor(
-        [math.nan if number is None else number for number in pending], dtype=torch.float64
-    )
+    pending = [python_normal is not None, python_normal or 0.0]
+    pending += [generator["has_gauss"], generator["gauss"] if generator["has_gauss"] else 0.0]
+    states[_PENDING] = torch.tensor(pending, dtype=torch.float64)
     return states
 
 
@@ -45,12 +43,11 @@ def restore_random_states(states: dict[str, Tensor]) -> None:
             if name.startswith(_TRACKER_PREFIX)
         }
     )
-    pending = states[_PENDING].tolist() if _PENDING in states else [math.nan] * 2
-    python_normal, numpy_normal = (None if math.isnan(number) else number for number in pending)
+    pending = states[_PENDING].tolist() if _PENDING in states else [0.0] * 4
+    python_normal = pending[1] if pending[0] else None
     version = random.getstate()[0]
     random.setstate((version, tuple(states["python"].tolist()), python_normal))
     *keys, position = states["numpy"].tolist()
-    has_normal = int(numpy_normal is not None)
     np.random.set_state(
-        ("MT19937", np.array(keys, dtype=np.uint32), position, has_normal, numpy_normal or 0.0)
+        ("MT19937", np.array(keys, dtype=np.uint32), position, int(pending[2]), pending[3])
     )

@@ -23,7 +23,11 @@ def run(monkeypatch):
 
     monkeypatch.setattr(loop.checkpointing, "go_back", go_back)
     nothing = SimpleNamespace(
-        wait=lambda: None, rewind=lambda _: None, rolled_back=lambda *_: None, ctx=None
+        wait=lambda: None,
+        found_damaged=lambda _: None,
+        rewind=lambda _: None,
+        rolled_back=lambda *_: None,
+        ctx=None,
     )
     made = object.__new__(loop.Run)
     made.state, made.datasets, made.restore_from = state, (blend, None, None), "somewhere"
