@@ -137,14 +137,15 @@ class _Sharding:
 class _Chunk:
     """A model chunk: its parameters, and bytes of a microbatch.
 
-    `moments` are (activations of this microbatch, workspace) at the points of its backward where
-    the sum may be largest.
+    `moments` are (activations of this microbatch, what else there is) at the points of its backward
+    where the sum may be largest. `gathered` is there all the time, `layers_gathered` in a forward.
     """
 
     count: ParameterCount
     activations: int
     moments: tuple[tuple[int, int], ...]
-    workspace: int
+    gathered: int
+    layers_gathered: int
 
 
 def _chunk(
@@ -153,21 +154,26 @@ def _chunk(
     model = config.model
     size = model.params_dtype.itemsize
     layer = layer_activations(config, tokens, seq_length)
-    kept, moments = block_activations(config, layer, count.layers)
+    kept, of_layers = block_activations(config, layer, count.layers)
     if count.embedding and model.hidden_dropout:
         kept += tokens * model.hidden_size
+    always, layers_gathered = _gathered(config, count, sharding)
+    sums = _microbatch_gradients(config, count, sharding)
+    waiting = _waiting(config, count) if sharding.stage >= 2 else 0
+    moments = [
+        (held, beside + layers_gathered + sums.in_layers + waiting) for held, beside in of_layers
+    ]
     # The embedding's gradient is made for the whole table; by then the layers' tensors are gone.
-    moments.append((0, count.embedding * size))
+    moments.append((0, count.embedding * size + sums.at_embedding + waiting))
+    moments.append((0, sums.at_end))
     activations = kept
     if count.final_norm:
         accumulates = config.model.gradient_accumulation_fusion and sharding.accumulates_in_place
         of_gradient = 4 if config.ddp.keeps_grads_wide else size
         head = head_activations(config, tokens, accumulates=accumulates, rounds=size < of_gradient)
         activations += head.kept
-        moments.append((activations, head.gradients))
-    buffers = _microbatch_gradients(config, count, sharding)
-    moments = [(kept, beside + buffers) for kept, beside in moments]
-    return _Chunk(count, activations, tuple(moments), _gathered(config, count, sharding))
+        moments.append((activations, head.gradients + layers_gathered))
+    return _Chunk(count, activations, tuple(moments), always, layers_gathered)
 
 
 def _waiting(config: RunConfig, count: ParameterCount) -> int:
@@ -178,11 +184,58 @@ def _waiting(config: RunConfig, count: ParameterCount) -> int:
     return rows * config.model.hidden_size * size
 
 
-def _microbatch_gradients(config: RunConfig, count: ParameterCount, sharding: _Sharding) -> int:
-    """Bytes of ZeRO-2's largest bucket, or of two in turn, one of which is being reduced."""
-    if sharding.stage != 2:
-        return 0
-    reduced = 4 if config.ddp.keeps_grads_wide else config.model.params_dtype.itemsize
+@dataclass(frozen=True, slots=True)
+class _MicrobatchGradients:
+    """Bytes of a microbatch's gradients on the way to their owners (ZeRO-2 and 3)."""
+
+    in_layers: int = 0
+    at_embedding: int = 0
+    at_end: int = 0
+
+
+def _microbatch_gradients(
+    config: RunConfig, count: ParameterCount, sharding: _Sharding
+) -> _MicrobatchGradients:
+    size = config.model.params_dtype.itemsize
+    reduced = 4 if config.ddp.keeps_grads_wide else size
+    # Gloo has no reduce-scatter: all ranks' parts arrive, and are then summed.
+    received = reduced + reduced // sharding.ranks if config.runtime.device == "cpu" else 0
+    if sharding.stage == 2:
+        return _of_buckets(config, count, _buckets(config, count, sharding), reduced, received)
+    if sharding.stage == 3:
+        layer = count.layer + count.layer_vectors
+        in_layers = layer * (size + (reduced if reduced != size else 0))
+        at_end = count.embedding * (reduced + max(received, reduced // sharding.ranks))
+        return _MicrobatchGradients(in_layers, count.embedding * reduced, at_end)
+    return _MicrobatchGradients()
+
+
+def _of_buckets(
+    config: RunConfig, count: ParameterCount, buckets: list[int], reduced: int, received: int
+) -> _MicrobatchGradients:
+    """What fills, and what is being reduced; the last bucket is that of the embedding, if any.
+
+    Args:
+        config: the model.
+        count: parameters of the chunk.
+        buckets: their elements, in the order of their reductions.
+        reduced: bytes of an element.
+        received: bytes of an element beside it while it is reduced.
+    """
+    filling = [sum(buckets[max(0, i) : i + 2]) for i in range(-1, len(buckets) - 1)]
+    if not config.ddp.overlap_grad_reduce:  # else one is being reduced while the next is filled
+        filling = buckets
+    of_layers = buckets[:-1] if count.embedding and len(buckets) > 1 else []
+    in_layers = max(filling[: len(of_layers)] or filling, default=0) * reduced
+    in_layers += max(of_layers, default=0) * received
+    last = filling[-1] if filling else 0
+    waits = count.embedding * config.model.params_dtype.itemsize  # autograd lets go of it later
+    at_end = last * reduced + (buckets[-1] * received if buckets else 0) + waits
+    return _MicrobatchGradients(in_layers, last * reduced, at_end)
+
+
+def _buckets(config: RunConfig, count: ParameterCount, sharding: _Sharding) -> list[int]:
+    """Elements of ZeRO-2's buckets, in the order in which they are reduced."""
     sizes = parameter_sizes(config, count)[::-1]
     bucket = config.ddp.bucket_size or max(_BUCKET, _BUCKET_PER_RANK * sharding.data_parallel_size)
     if config.ddp.num_buckets is not None:
@@ -191,23 +244,18 @@ def _microbatch_gradients(config: RunConfig, count: ParameterCount, sharding: _S
     if not config.gpt.untie_embeddings_and_output_weights and sharding.pipeline_size > 1:
         alone = [0] * bool(count.output) + [len(sizes) - 1] * bool(count.embedding)
     layout = plan_buffer(sizes, bucket, shards=sharding.ranks, alone=alone)
-    lengths = [end - start for start, end, _ in layout.buckets]
-    if config.ddp.overlap_grad_reduce:
-        lengths = [sum(lengths[i : i + 2]) for i in range(len(lengths))]
-    return max(lengths, default=0) * reduced + _waiting(config, count)
+    return [end - start for start, end, _ in layout.buckets]
 
 
-def _gathered(config: RunConfig, count: ParameterCount, sharding: _Sharding) -> int:
-    """Bytes of ZeRO-3's gathered parameters and their gradients."""
+def _gathered(config: RunConfig, count: ParameterCount, sharding: _Sharding) -> tuple[int, int]:
+    """Bytes of ZeRO-3's gathered parameters: all the time, and while the chunk computes."""
     if sharding.stage != 3:
-        return 0
+        return 0, 0
     size = config.model.params_dtype.itemsize
-    reduced = 4 if config.ddp.keeps_grads_wide else size
+    if sharding.keeps_gathered:
+        return count.total * size, 0
     layer = count.layer + count.layer_vectors
-    around = count.total - count.of_layers
-    gathered = count.total if sharding.keeps_gathered else around + min(2, count.layers) * layer
-    gradients = layer * (size + (reduced if reduced != size else 0))
-    return gathered * size + gradients + _waiting(config, count)
+    return (count.total - count.of_layers) * size, min(2, count.layers) * layer * size
 
 
 def _rank(
@@ -273,14 +321,14 @@ def _peak(chunks: Sequence[_Chunk], plan: Plan, updating: int) -> tuple[int, int
     A microbatch's activations are held from its forward to its backward, or to its W.
     """
     split = split_backwards(plan)
-    always = sum(chunk.workspace for chunk in chunks)
+    always = sum(chunk.gathered for chunk in chunks)
     held = 0
     best = (0, always)
     for action in plan:
         chunk = chunks[action.chunk]
         if action.kind is Kind.FORWARD:
             held += chunk.activations
-            best = max(best, (held, always), key=sum)
+            best = max(best, (held, always + chunk.layers_gathered), key=sum)
             continue
         if action.kind is Kind.BACKWARD:
             others = held - chunk.activations
