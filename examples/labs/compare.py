@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from pathlib import Path
 def read_losses(path: Path) -> dict[int, float]:
     """Training loss by iteration."""
     records = [json.loads(line) for line in path.read_text().splitlines()]
-    return {r["iteration"]: r["lm_loss"] for r in records if "lm_loss" in r}
+    return {r["iteration"]: float(r["lm_loss"]) for r in records if "lm_loss" in r}
 
 
 def main() -> int:
@@ -26,7 +27,8 @@ def main() -> int:
     args = parser.parse_args()
     first, second = read_losses(args.first), read_losses(args.second)
     both = sorted(first.keys() & second.keys())
-    worst = max((abs(first[n] - second[n]) for n in both), default=float("inf"))
+    differences = [abs(first[n] - second[n]) for n in both]
+    worst = max((math.inf if math.isnan(d) else d for d in differences), default=math.inf)
     print(f"{'iteration':>10} {args.first.stem:>16} {args.second.stem:>16}  difference")
     for number in both:
         a, b = first[number], second[number]
