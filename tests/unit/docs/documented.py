@@ -103,11 +103,13 @@ def make(folder: Path) -> None:
 
 def _make_here() -> None:
     bpe = "--tokenizer-type GPT2BPETokenizer --vocab-file vocab.json --merge-file merges.txt"
-    words = f"--input corpus.jsonl --output-prefix data/corpus --append-eod {bpe}"
-    assert preprocess(words.split()) == 0
-    for name in ("train", "web", "code"):
-        for ending in (".bin", ".idx", ".meta.json"):
-            shutil.copy(f"data/corpus_text_document{ending}", f"data/{name}{ending}")
+    lines = Path("corpus.jsonl").read_text().splitlines(keepends=True)
+    Path("few.jsonl").write_text("".join(lines[:10]))  # for sets that are measured whole
+    for name, copies in (("corpus", ["train"]), ("few", ["web", "code"])):
+        words = f"--input {name}.jsonl --output-prefix data/{name} --append-eod {bpe}"
+        assert preprocess(words.split()) == 0
+        for copy, ending in itertools.product(copies, (".bin", ".idx", ".meta.json")):
+            shutil.copy(f"data/{name}_text_document{ending}", f"data/{copy}{ending}")
     flags = small(training_words())
     for flag in ("--tensor-model-parallel-size", "--pipeline-model-parallel-size"):
         place = flags.index(flag)
