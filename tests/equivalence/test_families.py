@@ -9,6 +9,7 @@ import copy
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from mcore.cli.main import main
@@ -21,6 +22,7 @@ from tests.unit.convert.test_families import FAMILIES, random_model
 
 ITERATIONS = 5
 EXACT = 1e-8
+WEIGHT_TOLERANCE = 1e-7
 
 
 def flags(corpus, saved):
@@ -47,7 +49,7 @@ def in_float64(model):
 
 
 def reference(folder, words, saved, rates):
-    """Losses and gradient norms before clipping, by transformers and torch alone."""
+    """Losses, gradient norms before clipping and weights, by transformers and torch alone."""
     model = in_float64(AutoModelForCausalLM.from_pretrained(folder).train())
     config = build_config(parse(words), stored_model_options(str(saved), None))
     samples = datasets_provider(config, (ITERATIONS * BATCH, 0, 0))[0]
@@ -75,7 +77,7 @@ def reference(folder, words, saved, rates):
             group["lr"] = rates[iteration]
         optimizer.step()
         losses.append(float(loss.detach()))
-    return losses, norms
+    return losses, norms, model.state_dict()
 
 
 @pytest.mark.dist
@@ -97,8 +99,18 @@ def test_training_is_that_of_transformers(corpus, tmp_path, name):
     words = ["--hf", str(tmp_path / "hf"), "--save", str(tmp_path / "ckpt"), "--no-logits"]
     assert main(["convert", "hf-to-mcore", *words]) == 0
     words = flags(corpus, tmp_path / "ckpt")
-    records = train(words, Layout(tp=2, pp=2, sp=True), dtype=torch.float64)
+    saves = ["--save", str(tmp_path / "trained"), "--save-interval", str(ITERATIONS)]
+    records = train([*words, *saves], Layout(tp=2, pp=2, sp=True), dtype=torch.float64)
     rates = series(records, "learning_rate")
-    losses, norms = reference(tmp_path / "hf", words, tmp_path / "ckpt", rates)
+    losses, norms, weights = reference(tmp_path / "hf", words, tmp_path / "ckpt", rates)
     assert series(records, "lm_loss") == pytest.approx(losses, rel=EXACT)
     assert series(records, "grad_norm") == pytest.approx(norms, rel=EXACT)
+    words = ["--load", str(tmp_path / "trained"), "--hf", str(tmp_path / "out"), "--no-logits"]
+    assert main(["convert", "mcore-to-hf", *words, "--model-type", config.model_type]) == 0
+    before, trained = (
+        load_file(tmp_path / folder / "model.safetensors") for folder in ("hf", "out")
+    )
+    assert trained.keys() == weights.keys()
+    for key, wanted in weights.items():  # keys are rotated, so their biases count as well
+        assert (wanted - before[key]).abs().max() > 1e-3, key
+        torch.testing.assert_close(trained[key], wanted, rtol=0, atol=WEIGHT_TOLERANCE, msg=key)

@@ -47,7 +47,7 @@ def test_resume_at_every_part_of_the_ramp(corpus, tmp_path, middle):
     sizes = [4, 4, 4, 4, 8, 8, 12, 12, 16, 16, 16, 16]
     assert series(straight, "global_batch_size") == sizes
     assert series(straight, "consumed_train_samples") == list(itertools.accumulate(sizes))
-    folder = f"--save {tmp_path} --load {tmp_path}"
+    folder = f"--save {tmp_path} --load {tmp_path} --save-interval 100"
     records = tmp_path / "records.jsonl"
     train(growing(corpus, folder, f"--exit-interval {middle}", **ramp), records=records)
     assert len(read_records(records)) == middle

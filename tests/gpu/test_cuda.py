@@ -205,9 +205,10 @@ def alone_over_nccl(gpu, tmp_path):
 def test_a_resumed_run_is_the_straight_one(corpus, tmp_path):
     """Dropout, and saves beside training."""
     words = command(corpus, 12, "--hidden-dropout 0.1 --attention-dropout 0.1 --bf16")
+    words += ["--save-interval", "3", "--async-save"]
     straight = train([*words, "--save", str(tmp_path / "a")], device="cuda")
     folder, records = str(tmp_path / "b"), tmp_path / "b.jsonl"
-    words += ["--save", folder, "--load", folder, "--save-interval", "3", "--async-save"]
+    words += ["--save", folder, "--load", folder]
     train([*words, "--exit-interval", "6"], device="cuda", records=records)
     resumed = train(words, device="cuda", records=records)
     assert without_rates(resumed) == without_rates(straight)
