@@ -204,7 +204,9 @@ def _microbatch_gradients(
         return _of_buckets(config, count, _buckets(config, count, sharding), reduced, received)
     if sharding.stage == 3:
         layer = count.layer + count.layer_vectors
-        in_layers = layer * (size + (reduced if reduced != size else 0))
+        # The layer before may still be on its way, in the wider type.
+        before = reduced if reduced != size and count.layers > 1 else 0
+        in_layers = layer * (size + before)
         at_end = count.embedding * (reduced + max(received, reduced // sharding.ranks))
         return _MicrobatchGradients(in_layers, count.embedding * reduced, at_end)
     return _MicrobatchGradients()
@@ -225,9 +227,8 @@ def _of_buckets(
     filling = [sum(buckets[max(0, i) : i + 2]) for i in range(-1, len(buckets) - 1)]
     if not config.ddp.overlap_grad_reduce:  # else one is being reduced while the next is filled
         filling = buckets
-    of_layers = buckets[:-1] if count.embedding and len(buckets) > 1 else []
-    in_layers = max(filling[: len(of_layers)] or filling, default=0) * reduced
-    in_layers += max(of_layers, default=0) * received
+    of_layers = filling[:-1] if count.embedding and len(buckets) > 1 else filling
+    in_layers = max(of_layers, default=0) * reduced
     last = filling[-1] if filling else 0
     waits = count.embedding * config.model.params_dtype.itemsize  # autograd lets go of it later
     at_end = last * reduced + (buckets[-1] * received if buckets else 0) + waits

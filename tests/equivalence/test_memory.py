@@ -35,14 +35,27 @@ def watched_forward_step(data_iterator, model):
     return forward_step(data_iterator, model)
 
 
+def allocations(events):
+    for event in events:
+        if event.name == "[memory]":
+            yield event
+        yield from allocations(event.children)
+
+
 def peak_of_the_step(state):
     """Pipeline rank, bytes beyond what is held between steps, parameters of this rank."""
     profiler = _running.pop()
     profiler.stop()
-    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    tree = profiler.profiler.kineto_results.experimental_event_tree()
     held = peak = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        held += event.nbytes()
+    given = {}
+    for event in sorted(allocations(tree), key=lambda e: e.start_time_ns):
+        place, size = event.extra_fields.ptr, event.extra_fields.alloc_size
+        # What gloo's threads free is not told, but for the place being given out again.
+        held += size - (given.pop(place, 0) if size > 0 else 0)
+        given.pop(place, None)
+        if size > 0:
+            given[place] = size
         peak = max(peak, held)
     pieces = [p.numel() for chunk in state.chunks for p in chunk.parameters()]
     return state.chunks[0].context.pp.rank, peak, sum(pieces)
@@ -68,7 +81,6 @@ DAILY = [
     ("--bf16 --vocab-size 5000 --cross-entropy-loss-fusion", SINGLE),
     ("--bf16 --zero-stage 2", Layout(dp=2)),
     ("--zero-stage 3", Layout(pp=2, dp=2)),
-    (f"{FP16} --vocab-size 5000", SINGLE),
 ]
 OTHERS = [
     (LLAMA, SINGLE),
@@ -95,6 +107,7 @@ OTHERS = [
     (f"{FULL} uniform --recompute-num-layers 1 --distribute-saved-activations", Layout(tp=2)),
     (f"{FULL} block --recompute-num-layers 2 --distribute-saved-activations", Layout(tp=2)),
     (FP16, SINGLE),
+    (f"{FP16} --vocab-size 5000", SINGLE),
     (f"{FP16} {LLAMA}", SINGLE),
     (f"{FP16} --vocab-size 5000 --recompute-activations", SINGLE),
     *((f"{FP16} --zero-stage {stage}", Layout(dp=2)) for stage in range(1, 4)),
@@ -128,12 +141,17 @@ def test_the_peak_inside_a_step_is_the_predicted_one(corpus, flags, layout):
     words = command(corpus, 2, SHAPE, flags)
     config = build_config(parse([*words, *layout.flags, "--device", "cpu"]))
     predicted = predict_memory(config, layout.world_size)
+    peaks = {}
     for pipeline_rank, peak, numel in train_and_inspect(
         words, layout, peak_of_the_step, providers=PROVIDERS
     ):
+        assert numel == predicted[pipeline_rank].num_parameters
+        peaks.setdefault(pipeline_rank, []).append(peak)
+    assert len(peaks) == layout.pp
+    for pipeline_rank, found in peaks.items():
         rank = predicted[pipeline_rank]
-        assert numel == rank.num_parameters
-        assert rank.activations + rank.workspace == pytest.approx(peak, rel=0.1)
+        # The ranks of a stage need the same; what was not seen to be freed only adds.
+        assert rank.activations + rank.workspace == pytest.approx(min(found), rel=0.1)
 
 
 TOKENS = "--seq-length 16 --micro-batch-size 1 --global-batch-size 1 --vocab-size 5000"
