@@ -123,8 +123,10 @@ def _make_here() -> None:
 #: Programs of a block that is run, in front of the real ones.
 _STAND_INS = {
     "torchrun": 'exec {python} -m tests.unit.docs.documented torchrun "$@"',
-    "python": 'exec {python} -m tests.unit.docs.documented python "$@"',
-    "mcore": 'exec {python} -m tests.unit.docs.documented mcore "$@"',
+    "python": '[[ $1 == pretrain_gpt.py ]] || exec {python} "$@"\n'
+    'exec {python} -m tests.unit.docs.documented python "$@"',
+    "mcore": '[[ " $* " == *" ... "* ]] || exec {python} -m mcore "$@"\n'
+    'exec {python} -m tests.unit.docs.documented mcore "$@"',
     "pip": "true",
     "tensorboard": "true",
 }
