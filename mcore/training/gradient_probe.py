@@ -31,6 +31,7 @@ class GradientProbe(Observer):
         self._chunks = chunks
         self._inner = inner
         self._microbatch: int | None = None
+        self._has_looked = False
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -50,12 +51,17 @@ class GradientProbe(Observer):
     @contextmanager
     def running(self, action: Action) -> Iterator[None]:
         """Look once the backward is done."""
-        self._microbatch = action.microbatch
+        self._microbatch, self._has_looked = action.microbatch, False
         with self._inner.running(action):
             yield
-        chunk = self._chunks[action.chunk]
-        if action.kind is not Kind.FORWARD and chunk.ddp_config.sharding_stage < 2:
-            self._evidence.note_own_gradients([chunk], action.microbatch)
+        if action.kind is not Kind.FORWARD and not self._has_looked:
+            self.look(action.chunk)
+
+    def look(self, chunk: int) -> None:
+        """Look at what a chunk has accumulated; before its reduction starts, within an action."""
+        self._has_looked = True
+        if self._chunks[chunk].ddp_config.sharding_stage < 2:
+            self._evidence.note_own_gradients([self._chunks[chunk]], self._microbatch)
 
     @contextmanager
     def _on_their_way(self, chunk: DataParallelModule) -> Iterator[None]:

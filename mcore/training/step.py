@@ -338,6 +338,8 @@ class StepFunctions:
         def start_grad_sync(chunk: int) -> None:
             if own is not None:
                 own.note_own_gradients([chunks[chunk]])
+            if probe is not None:
+                probe.look(chunk)
             chunks[chunk].start_grad_sync()
 
         def finalize_grads(num_tokens: Tensor) -> None:

@@ -234,12 +234,12 @@ OVERLAP = "--overlap-grad-reduce --ddp-bucket-size 1"
 @pytest.mark.parametrize(
     "flags",
     [
+        OVERLAP,
         f"--zero-stage 1 {OVERLAP}",
         "--zero-stage 3",
         *(
             pytest.param(flags, marks=pytest.mark.full)
             for flags in (
-                OVERLAP,
                 f"--zero-stage 1 {OVERLAP} --overlap-param-gather",
                 "--zero-stage 1",
                 "--zero-stage 2",
@@ -249,15 +249,17 @@ OVERLAP = "--overlap-grad-reduce --ddp-bucket-size 1"
         ),
     ],
 )
-def test_rank_and_microbatch_are_those_that_made_the_gradient(corpus, flags):
-    """The first of four microbatches, on the rank that does not hold the first parameters."""
-    providers = Providers(datasets_provider, model_provider, Spoiling(9))
+@pytest.mark.parametrize(("sample", "microbatch"), [(9, 0), (15, 3)])
+def test_rank_and_microbatch_are_those_that_made_the_gradient(corpus, flags, sample, microbatch):
+    """The first and the last of four microbatches, which is the one that overlaps reductions."""
+    providers = Providers(datasets_provider, model_provider, Spoiling(sample))
     words = command(corpus, 2, flags, "--global-batch-size 8")
     with pytest.raises(Exception, match="iteration 2: NaN or infinity: gradient of ") as caught:
         train_and_inspect(words, Layout(dp=2), providers=providers)
     message = str(caught.value)
-    assert " on rank 1 from microbatch 0" in message
-    assert message.count(" from microbatch ") == message.count(" on rank 1 from microbatch 0")
+    place = f" on rank 1 from microbatch {microbatch}"
+    assert place in message
+    assert message.count(" from microbatch ") == message.count(place)
     assert "part of the sum" not in message
 
 
