@@ -28,7 +28,7 @@ _PROGRESS = (
     "grad_scaler",
 )
 #: Members that decide what follows as well; those of an older checkpoint lack them.
-_WHAT_FOLLOWS = ("data_segments", "evaluation_is_owed", "autopilot")
+_WHAT_FOLLOWS = ("data_segments", "evaluation_is_owed", "autopilot", "passed_over_samples")
 #: Longer values, such as the losses that the autopilot remembers, are cut where they are told.
 _MOST_CHARACTERS = 120
 
@@ -122,7 +122,12 @@ def _state_differences(first: dict[str, Any], second: dict[str, Any]) -> Iterato
         pairs = [_flat(name, side.get(name)) for side in (first, second)]
         if name in _WHAT_FOLLOWS:  # nothing of it is as if it were not there
             pairs = [
-                {k: v for k, v in side.items() if v is not False and v != []} for side in pairs
+                {
+                    k: v
+                    for k, v in side.items()
+                    if v is not False and v != [] and (k, v) != ("passed_over_samples", 0)
+                }
+                for side in pairs
             ]
         for member in sorted(pairs[0].keys() | pairs[1].keys()):
             values = [side.get(member) for side in pairs]

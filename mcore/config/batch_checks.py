@@ -43,6 +43,8 @@ def _ramp(config: RunConfig, dp: int) -> str | None:
     assert training.rampup_batch_size is not None
     assert training.global_batch_size is not None
     assert training.micro_batch_size is not None
+    if len(training.rampup_batch_size) != 3:
+        return None  # said with the options of training
     start, increment, _ = training.rampup_batch_size
     per_step = training.micro_batch_size * dp
     if start < 1 or increment < 1 or (training.global_batch_size - start) % increment:

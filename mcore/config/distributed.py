@@ -77,6 +77,9 @@ class DistributedDataParallelConfig:
     def _problems(self) -> Iterator[str]:
         strategy = self.data_parallel_sharding_strategy
         yield from not_one_of(self.main_grads_dtype, ("fp32", "bf16"), "main_grads_dtype")
+        yield from below(
+            self, 1, "num_distributed_optimizer_instances", "bucket_size", "num_buckets"
+        )
         if strategy is not None and strategy not in STRATEGIES:
             yield from not_one_of(strategy, STRATEGIES, "data_parallel_sharding_strategy")
             return
@@ -94,9 +97,6 @@ class DistributedDataParallelConfig:
                     "num_distributed_optimizer_instances needs sharding; add "
                     "use_distributed_optimizer"
                 )
-        yield from below(
-            self, 1, "num_distributed_optimizer_instances", "bucket_size", "num_buckets"
-        )
         if self.bucket_size is not None and self.num_buckets is not None:
             yield "give bucket_size or num_buckets, not both"
 

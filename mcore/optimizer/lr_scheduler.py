@@ -200,6 +200,8 @@ class OptimizerParamScheduler:
         min_lr: float = param_group.get("min_lr", self.min_lr)
         step, warmup = self.num_steps, self.lr_warmup_steps
         if warmup > 0 and step <= warmup:
+            if self.lr_warmup_style == "linear":  # in Megatron's order of operations
+                return self.init_lr + (max_lr - self.init_lr) * float(step) / float(warmup)
             return self.init_lr + (max_lr - self.init_lr) * self._warmed_up()
         if self.lr_decay_style == "constant":
             return max_lr
@@ -210,12 +212,9 @@ class OptimizerParamScheduler:
         return min_lr + self._lr_coefficient() * (max_lr - min_lr)
 
     def _warmed_up(self) -> float:
-        """Part of the way from the initial to the highest rate."""
-        step, warmup = self.num_steps, self.lr_warmup_steps
-        if self.lr_warmup_style == "linear":
-            return float(step) / float(warmup)
-        length = max(2.0, warmup / self.iteration_steps)
-        return min(1.0, math.log(step / self.iteration_steps + 1.0) / math.log(length))
+        """Part of the way from the initial to the highest rate, by the logarithm."""
+        length = max(2.0, self.lr_warmup_steps / self.iteration_steps)
+        return min(1.0, math.log(self.num_steps / self.iteration_steps + 1.0) / math.log(length))
 
     def _lr_coefficient(self) -> float:
         if self.lr_decay_style != "WSD":

@@ -78,6 +78,7 @@ class RunLog:
             return
         # A job that is started again after its end measures the finished model again.
         is_finished = iteration == resolved.train_iters and not config.training.skip_train
+        is_finished = is_finished and config.evaluation.eval_iters > 0
         if self._config.metrics_jsonl is not None:
             self._records = RecordFile(
                 self._config.metrics_jsonl, iteration, measures_again=is_finished

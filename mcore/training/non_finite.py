@@ -217,7 +217,9 @@ def describe(found: Sequence[NonFinite]) -> str:
     gradients = _names(found, "gradient")
     if gradients:
         parts.append(f"gradient of {gradients}")
-    return "; ".join(parts) or "the norm of the gradient overflowed, no single gradient did"
+    return "; ".join(parts) or (
+        "no single loss or gradient was found; the norm overflowed, or it did not come again"
+    )
 
 
 def refuse(iteration: int, look: CloseLook, *, was_applied: bool) -> NoReturn:

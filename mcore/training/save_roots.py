@@ -6,6 +6,7 @@ import contextlib
 from pathlib import Path
 
 from mcore import checkpoint
+from mcore.checkpoint.reader import read_metadata
 from mcore.config.checkpoint import CheckpointConfig
 from mcore.errors import CheckpointError, DamagedCheckpointError
 
@@ -48,10 +49,7 @@ def directory_problem(options: CheckpointConfig, *, may_be_elsewhere: bool = Fal
 
 def _foreign_problem(save: str, options: CheckpointConfig) -> str | None:
     """What a save would come upon after hours."""
-    start = 0
-    if options.load is not None and not options.finetune:
-        with contextlib.suppress(DamagedCheckpointError):  # told when the run loads it
-            start = options.ckpt_step or checkpoint.latest_iteration(options.load) or 0
+    start = _start(options)
     ahead = [number for number in checkpoint.foreign_iterations(save) if number > start]
     if not ahead:
         return None
@@ -60,6 +58,17 @@ def _foreign_problem(save: str, options: CheckpointConfig) -> str | None:
         f"{', '.join(map(str, ahead))}, which mcore does not write over; move them away or choose "
         "another --save"
     )
+
+
+def _start(options: CheckpointConfig) -> int:
+    """The iteration from which the run goes on, as far as that can be told before it loads."""
+    if options.load is None or options.finetune:
+        return 0
+    with contextlib.suppress(CheckpointError):  # told when the run loads it
+        for path in checkpoint.candidates(options.load, options.ckpt_step)[0]:
+            with contextlib.suppress(DamagedCheckpointError):
+                return read_metadata(path).iteration
+    return 0
 
 
 def has_start(options: CheckpointConfig) -> bool:

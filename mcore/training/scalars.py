@@ -168,6 +168,8 @@ def tensorboard_directory(config: RunConfig) -> str | None:
 
 def _drawn_at(directory: str, step: int) -> list[str]:
     """Curves in a folder that have a point at a step."""
+    if not Path(directory).is_dir():
+        return []
     reader = EventAccumulator(directory, size_guidance={SCALARS: 0})
     reader.Reload()
     return [

@@ -15,7 +15,7 @@ from torch import Tensor
 from mcore.config.run import Resolved
 from mcore.device import HostRead
 from mcore.distributed import DataParallelModule, finalize_model_grads
-from mcore.errors import NumericsError
+from mcore.errors import NumericsError, TransientNumericsError
 from mcore.log import get_logger
 from mcore.num_microbatches_calculator import (
     ConstantNumMicroBatchesCalculator,
@@ -388,8 +388,10 @@ def settle(state: TrainState) -> None:
         look = look_closely(evidence, state.chunks, was_applied=bool(applied))
         refuse(state.iteration, look, was_applied=bool(applied))
     if is_stuck:
-        where = "" if evidence is None else f": {look_closely(evidence, state.chunks)}"
-        raise NumericsError(
+        close = None if evidence is None else look_closely(evidence, state.chunks)
+        where = "" if close is None else f": {close}"
+        is_transient = close is not None and close.came_again is False
+        raise (TransientNumericsError if is_transient else NumericsError)(
             f"iteration {state.iteration}: gradients are not finite although the loss scale is at "
             f"its minimum ({state.optimizer.config.min_loss_scale}){where}. Nothing was saved "
             "since. Go back to an earlier checkpoint, or lower the learning rate"

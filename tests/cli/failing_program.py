@@ -28,20 +28,28 @@ from mcore.training.gpt import datasets_provider, model_provider
 class Misfortune:
     """Knows when it is time."""
 
-    def __init__(self, rank, count, marker):
+    def __init__(self, rank, count, marker, awaited=None):
         self._left = int(count) if os.environ.get("RANK", "0") == rank else 0
-        self._marker = Path(marker)
+        self._marker, self._awaited = Path(marker), awaited
 
     def is_due(self):
         self._left -= 1
         if self._left != 0 or self._marker.exists():
             return False
+        while self._awaited is not None and not self._awaited.exists():
+            time.sleep(0.01)
         self._marker.write_text(str(os.getpid()))
         return True
 
 
+def beside(marker):
+    """What says that the rank is busy that outlives another."""
+    return marker.with_name("beside")
+
+
 def outlive(marker):
-    """Be busy when it happens, and from then on."""
+    """Be busy when it happens, which awaits that, and from then on."""
+    beside(marker).touch()
     while not marker.exists():
         time.sleep(0.01)
     time.sleep(120)
@@ -67,7 +75,8 @@ class Corrupt:
 
 def main():
     what, rank, count, marker, seconds, *flags = sys.argv[1:]
-    misfortune = Misfortune(rank, count, marker)
+    awaited = beside(Path(marker)) if what == "kill-beside" else None
+    misfortune = Misfortune(rank, count, marker, awaited)
 
     def of_short_minutes(minutes):
         return timedelta(seconds=minutes * float(seconds))

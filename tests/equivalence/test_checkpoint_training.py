@@ -81,7 +81,7 @@ def test_resume_is_a_continuation(corpus, tmp_path, layout, strategy, background
 
 @dataclass
 class Watch:
-    """What happened in one process while it trained: the first write takes 5 s."""
+    """What happened in one process while it trained: the first write outlasts three steps."""
 
     steps: list = field(default_factory=list)
     write: tuple = ()
@@ -92,8 +92,9 @@ class Watch:
         write, step = shard_file._write, RunLog.step
 
         def slow(*args):
-            start = time.monotonic()
-            time.sleep(0.0 if self.write else 5.0)
+            start, before = time.monotonic(), len(self.steps)
+            while not self.write and len(self.steps) < before + 3 and time.monotonic() < start + 60:
+                time.sleep(0.01)
             result = write(*args)
             self.write = self.write or (start, time.monotonic())
             return result
@@ -128,7 +129,6 @@ def test_three_steps_are_made_while_a_slow_disk_writes(corpus, tmp_path):
     """On both ranks; and no process is forked, which groups and threads would not survive."""
     words = command(corpus, 12, f"--save {tmp_path} --save-interval 6 --async-save --device cpu")
     for steps, write, forks, left in run_distributed(train_and_watch, 2, words, timeout=120):
-        assert write[1] - write[0] >= 5
         assert sum(write[0] < stamp < write[1] for stamp in steps) >= 3
         assert (forks, left) == (0, 0)
     assert complete_iterations(tmp_path) == [6, 12]

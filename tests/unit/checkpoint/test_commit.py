@@ -294,7 +294,7 @@ save(sys.argv[1], int(sys.argv[3]), {"model.a": torch.full((40, 5), 99.0)}, {})
 )
 def test_sigkill_between_the_steps(root, point, iteration):
     done = subprocess.run(
-        [sys.executable, "-c", KILLED, str(root), point, str(iteration)], timeout=60
+        [sys.executable, "-c", KILLED, str(root), point, str(iteration)], timeout=300
     )
     assert done.returncode == -signal.SIGKILL
     assert latest_iteration(root) == 20

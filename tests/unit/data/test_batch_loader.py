@@ -177,7 +177,7 @@ def forked(work):
     child = os.fork()
     if child == 0:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(60)
+        signal.alarm(240)
         status = 1
         try:
             work()

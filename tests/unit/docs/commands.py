@@ -186,7 +186,7 @@ def launched_by(script: Path, folder: Path, **environment: str) -> list[list[str
         "CALLS": str(calls),
     }
     done = subprocess.run(
-        ["bash", str(script)], cwd=ROOT, env=variables, capture_output=True, text=True, timeout=60
+        ["bash", str(script)], cwd=ROOT, env=variables, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return [line.rstrip("\0").split("\0") for line in calls.read_text().splitlines()]

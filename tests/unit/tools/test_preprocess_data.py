@@ -364,7 +364,7 @@ class TestCommandLine:
             cwd=ROOT,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=1200,
         )
         assert done.stdout == "False\n", done.stderr
 
@@ -386,7 +386,7 @@ class TestLostProcesses:
         assert tool.stderr.readline().startswith("Processed ")
         yield tool
         tool.kill()
-        tool.communicate(timeout=30)
+        tool.communicate(timeout=120)
 
     @staticmethod
     def workers_of(tool):
@@ -405,7 +405,7 @@ class TestLostProcesses:
         workers = self.workers_of(tool)
         assert len(workers) == 2
         os.kill(workers[0], signal.SIGKILL)
-        _, error = tool.communicate(timeout=60)
+        _, error = tool.communicate(timeout=1200)
         assert tool.returncode == 1
         assert "a worker process died" in error
         assert not list(tmp_path.glob("out*"))
@@ -414,7 +414,7 @@ class TestLostProcesses:
         workers = self.workers_of(tool)
         assert len(workers) == 2
         tool.kill()
-        tool.wait(timeout=30)
+        tool.wait(timeout=120)
         deadline = time.monotonic() + 30
         while any(map(_runs, workers)):
             assert time.monotonic() < deadline, f"workers {workers} outlive their parent"
@@ -436,10 +436,10 @@ def test_killed_again_and_again_it_goes_on(tmp_path):
             assert tool.poll() is None, "it ended before a state was noted"
             time.sleep(0.002)
         tool.kill()
-        tool.wait(timeout=30)
+        tool.wait(timeout=120)
         assert not list(tmp_path.glob("out*.idx"))
     done = subprocess.run(
-        command(*words), env=environment(), capture_output=True, text=True, timeout=60, check=True
+        command(*words), env=environment(), capture_output=True, text=True, timeout=1200, check=True
     )
     assert "an interrupted run goes on at" in done.stderr
     for end in (".bin", ".idx"):

@@ -223,7 +223,7 @@ class TestKilledAtEveryRename:
         child = os.fork()
         if child == 0:
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.alarm(60)
+            signal.alarm(240)
             done = [0]
 
             def counted(change):

@@ -109,7 +109,11 @@ def test_without_a_watch_the_time_counts_all_the_same(clock):
     assert made.ask() is True
 
 
-@pytest.mark.parametrize(("text", "left"), [(f"{os.getpid()} a\n77 b\n", False), ("77\n", True)])
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [(f"{os.getpid()} a\n77 b\n", False), ("77\n", True)],
+    ids=["its own", "another"],
+)
 def test_the_list_of_workers_goes_with_the_run_that_wrote_it(tmp_path, text, left):
     path = tmp_path / "worker.pids"
     path.write_text(text)
