@@ -75,11 +75,11 @@ class DistributedDataParallelConfig:
         refuse(self._problems())
 
     def _problems(self) -> Iterator[str]:
-        strategy = self.data_parallel_sharding_strategy
-        yield from not_one_of(self.main_grads_dtype, ("fp32", "bf16"), "main_grads_dtype")
         yield from below(
             self, 1, "num_distributed_optimizer_instances", "bucket_size", "num_buckets"
         )
+        strategy = self.data_parallel_sharding_strategy
+        yield from not_one_of(self.main_grads_dtype, ("fp32", "bf16"), "main_grads_dtype")
         if strategy is not None and strategy not in STRATEGIES:
             yield from not_one_of(strategy, STRATEGIES, "data_parallel_sharding_strategy")
             return

@@ -200,6 +200,10 @@ def test_a_checkpoint_of_another_program_ahead_is_told_at_the_start(corpus, copy
         folder = root / f"iter_000000{iteration}"
         folder.mkdir(parents=True)
         (folder / ".metadata").write_bytes(b"")
+    from_two = f"--load {copy}/iter_0000002 --save {tmp_path}/other --save-interval 3"
+    (tmp_path / "other" / "iter_0000001").mkdir(parents=True)
+    (tmp_path / "other" / "iter_0000001" / ".metadata").write_bytes(b"")
+    assert train(command(corpus, 8, DROPOUT, from_two, "--exit-interval 3"))  # 1 is behind it
     for root, iteration in ((copy, 7), (tmp_path / "new", 1)):
         with pytest.raises(ConfigError, match=f"another program, of iteration {iteration}, "):
             go_on(corpus, root)

@@ -71,6 +71,9 @@ def test_every_problem_is_told_and_the_status_says_so(capsys):
          "--world-size 4", ["--train-samples exclude", "--lr (1e-05)", "nearest: 14, 16"]),
         ("--tokenizer-type ByteLevelTokenizer --vocab-size 100 --world-size 5",
          ["--vocab-size is 100; use one of 257", "(5)"]),
+        ("--data-parallel-sharding-strategy zero3 --num-distributed-optimizer-instances 0 "
+         "--world-size 4", ["zero3", "is 0"]),
+        ("--train-iters 10k --rampup-batch-size 8 8 --world-size 4", ["'10k'", "ramp"]),
     ],
 )  # fmt: skip
 def test_an_option_at_fault_hides_no_other(capsys, words, fragments):

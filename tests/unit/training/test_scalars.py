@@ -66,6 +66,13 @@ def test_what_is_measured_again_is_drawn_once(tmp_path):
     assert points(tmp_path, "lm loss test") == [(2, 3.5)]
 
 
+def test_what_is_measured_again_may_be_drawn_in_a_new_folder(tmp_path):
+    again = TensorBoard(str(tmp_path / "new"), 2, 10, measures_again=True)
+    again.add({"lm loss validation": 2.5}, 2)
+    again.close()
+    assert points(tmp_path / "new", "lm loss validation") == [(2, 2.5)]
+
+
 def test_the_save_root_is_the_default_place(tmp_path):
     (sink,) = open_scalars(config(save=str(tmp_path)), 0)
     sink.close()
