@@ -27,8 +27,8 @@ from mcore.errors import DataError
 if TYPE_CHECKING:
     import torch
 
-_ROWS = 1 << 20  # index rows written together
-_COPY_BYTES = 16 << 20
+_ROWS = 1 << 16  # index rows written together
+_COPY_BYTES = 1 << 20
 
 Tokens: TypeAlias = "Sequence[int] | np.ndarray | torch.Tensor"
 

@@ -373,7 +373,7 @@ class TestScale:
 
     def test_memory_does_not_grow_with_documents(self, tmp_path):
         growth = self.peak(tmp_path, 300_000) - self.peak(tmp_path, 30_000)
-        assert growth < 270_000 * 20
+        assert growth < 4 << 20  # one number each in a list of Python's would take 10 MB
 
     @pytest.mark.full
     def test_a_million_documents(self, tmp_path):
