@@ -25,9 +25,8 @@ _WIDE = 4
 
 
 class _Rule(NamedTuple):
-    """Options of a section that need another one."""
+    """Options, by section and field, that need another one."""
 
-    section: str
     fields: str
     are_used: Callable[[RunConfig], bool]
     otherwise: str
@@ -41,180 +40,145 @@ def _has_budget(config: RunConfig) -> bool:
     return config.training.max_tokens_per_microbatch is not None
 
 
-def _has_pipeline(config: RunConfig) -> bool:
-    return config.model.pipeline_model_parallel_size > 1
-
-
-_ONE_STAGE = "there is one pipeline rank"
-
 _RULES = (
     _Rule(
-        "optimizer",
-        "sgd_momentum",
+        "optimizer.sgd_momentum",
         lambda config: config.optimizer.optimizer == "sgd",
         "it is for --optimizer sgd",
     ),
     _Rule(
-        "optimizer",
-        "lion_beta1 lion_beta2",
+        "optimizer.lion_beta1 optimizer.lion_beta2",
         lambda config: config.optimizer.optimizer == "lion",
         "it is for --optimizer lion",
     ),
     _Rule(
-        "optimizer",
-        "muon_momentum muon_nesterov muon_split_qkv muon_num_ns_steps muon_coefficient_type "
-        "muon_scale_mode muon_extra_scale_factor",
+        "optimizer.muon_momentum optimizer.muon_nesterov optimizer.muon_split_qkv "
+        "optimizer.muon_num_ns_steps optimizer.muon_coefficient_type optimizer.muon_scale_mode "
+        "optimizer.muon_extra_scale_factor",
         lambda config: config.optimizer.optimizer == "muon",
         "it is for --optimizer muon",
     ),
     _Rule(
-        "optimizer",
-        "adam_beta1 adam_beta2 adam_eps",
+        "optimizer.adam_beta1 optimizer.adam_beta2 optimizer.adam_eps",
         lambda config: config.optimizer.optimizer in ("adam", "muon"),
         "it is for --optimizer adam and muon",
     ),
     _Rule(
-        "optimizer",
-        "initial_loss_scale min_loss_scale loss_scale_window hysteresis",
+        "optimizer.initial_loss_scale optimizer.min_loss_scale optimizer.loss_scale_window "
+        "optimizer.hysteresis",
         lambda config: config.optimizer.scales_dynamically,
         "the loss has a changing scale only with --fp16 and without --loss-scale",
     ),
     _Rule(
-        "optimizer",
-        "optimizer_offload_fraction",
+        "optimizer.optimizer_offload_fraction",
         lambda config: config.optimizer.optimizer_cpu_offload,
         "it needs --optimizer-cpu-offload",
     ),
     _Rule(
-        "scheduler",
-        "lr_wsd_decay_style lr_wsd_decay_iters lr_wsd_decay_samples",
+        "scheduler.lr_wsd_decay_style scheduler.lr_wsd_decay_iters scheduler.lr_wsd_decay_samples",
         lambda config: config.scheduler.lr_decay_style == "WSD",
         "it needs --lr-decay-style WSD",
     ),
     _Rule(
-        "gpt",
-        "rotary_base rotary_percent rotary_seq_len_interpolation_factor",
+        "gpt.rotary_base gpt.rotary_percent gpt.rotary_seq_len_interpolation_factor "
+        "model.rotary_interleaved",
         lambda config: config.gpt.position_embedding_type == "rope",
         "it needs --position-embedding-type rope",
     ),
     _Rule(
-        "model",
-        "rotary_interleaved",
-        lambda config: config.gpt.position_embedding_type == "rope",
-        "it needs --position-embedding-type rope",
-    ),
-    _Rule(
-        "gpt",
-        "rope_scaling_factor rope_low_freq_factor rope_high_freq_factor "
-        "rope_original_max_positions",
+        "gpt.rope_scaling_factor gpt.rope_low_freq_factor gpt.rope_high_freq_factor "
+        "gpt.rope_original_max_positions",
         lambda config: config.gpt.use_rope_scaling,
         "it needs --use-rope-scaling",
     ),
     _Rule(
-        "evaluation",
-        "eval_interval start_eval_at_iter full_validation eval_micro_batch_size "
-        "eval_global_batch_size",
+        "evaluation.eval_interval evaluation.start_eval_at_iter evaluation.full_validation "
+        "evaluation.eval_micro_batch_size evaluation.eval_global_batch_size",
         lambda config: config.evaluation.eval_iters > 0,
         "--eval-iters is 0",
     ),
     _Rule(
-        "pipeline",
-        "pipeline_schedule max_in_flight_microbatches "
-        "microbatch_group_size_per_virtual_pipeline_stage num_layers_per_virtual_pipeline_stage "
-        "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split "
-        "pipeline_model_parallel_layout profile_pipeline",
-        _has_pipeline,
-        _ONE_STAGE,
+        "pipeline.pipeline_schedule pipeline.max_in_flight_microbatches "
+        "pipeline.microbatch_group_size_per_virtual_pipeline_stage "
+        "pipeline.num_layers_per_virtual_pipeline_stage "
+        "pipeline.account_for_embedding_in_pipeline_split "
+        "pipeline.account_for_loss_in_pipeline_split pipeline.pipeline_model_parallel_layout "
+        "pipeline.profile_pipeline model.virtual_pipeline_model_parallel_size "
+        "model.use_tp_pp_dp_mapping",
+        lambda config: config.model.pipeline_model_parallel_size > 1,
+        "there is one pipeline rank",
     ),
     _Rule(
-        "model",
-        "virtual_pipeline_model_parallel_size use_tp_pp_dp_mapping",
-        _has_pipeline,
-        _ONE_STAGE,
-    ),
-    _Rule(
-        "profiling",
-        "profile_step_start profile_step_end",
+        "profiling.profile_step_start profiling.profile_step_end",
         lambda config: config.profiling.profile,
         "it needs --profile",
     ),
     _Rule(
-        "profiling",
-        "profile_ranks",
+        "profiling.profile_ranks",
         lambda config: config.profiling.profile or config.profiling.record_memory_history,
         "it needs --profile or --record-memory-history",
     ),
     _Rule(
-        "profiling",
-        "memory_snapshot_path",
+        "profiling.memory_snapshot_path",
         lambda config: config.profiling.record_memory_history,
         "it needs --record-memory-history",
     ),
     _Rule(
-        "stability",
-        "loss_spike_window loss_spike_min_samples loss_spike_threshold loss_spike_min_rise "
-        "grad_norm_spike_min_factor loss_spike_max_skips rerun_mode",
+        "stability.loss_spike_window stability.loss_spike_min_samples "
+        "stability.loss_spike_threshold stability.loss_spike_min_rise "
+        "stability.grad_norm_spike_min_factor stability.loss_spike_max_skips "
+        "stability.rerun_mode",
         lambda config: config.stability.loss_spike_policy != "off",
         "--loss-spike-policy is off",
     ),
     _Rule(
-        "stability",
-        "loss_spike_max_rollbacks loss_spike_lr_dip_iters",
+        "stability.loss_spike_max_rollbacks stability.loss_spike_lr_dip_iters",
         lambda config: config.stability.loss_spike_policy == "rollback",
         "it needs --loss-spike-policy rollback",
     ),
     _Rule(
-        "stability",
-        "alert_timeout",
+        "stability.alert_timeout",
         lambda config: bool(config.stability.on_alert),
         "there is no --on-alert",
     ),
     _Rule(
-        "training",
-        "exit_signal",
+        "training.exit_signal",
         lambda config: config.training.exit_signal_handler,
         "signals are not handled (--no-exit-signal-handler)",
     ),
     _Rule(
-        "data",
-        "reset_position_ids reset_attention_mask eod_mask_loss mmap_bin_files",
+        "data.reset_position_ids data.reset_attention_mask data.eod_mask_loss data.mmap_bin_files",
         lambda config: not config.data.sft,
         "it is for token files; conversations (--sft) have positions and masks of their own",
     ),
     _Rule(
-        "data",
-        "dataloader_type data_sharding num_workers",
+        "data.dataloader_type data.data_sharding data.num_workers",
         lambda config: not _has_budget(config),
         "training with --max-tokens-per-microbatch has its own order and reads within the step; "
         "only an evaluation goes by it",
     ),
     _Rule(
-        "runtime",
-        "manual_gc_interval",
+        "runtime.manual_gc_interval",
         lambda config: config.runtime.manual_gc,
         "it needs --manual-gc",
     ),
     _Rule(
-        "model",
-        "sliding_window_first_layer",
+        "model.sliding_window_first_layer",
         lambda config: config.model.sliding_window is not None,
         "it needs --sliding-window",
     ),
     _Rule(
-        "data",
-        "sft_tokenizer_prompt_format",
+        "data.sft_tokenizer_prompt_format",
         lambda config: config.data.sft,
         "it needs --sft",
     ),
     _Rule(
-        "data",
-        "data_sharding",
+        "data.data_sharding",
         lambda config: config.data.dataloader_type == "cyclic" or _has_budget(config),
         "it is for --dataloader-type cyclic",
     ),
     _Rule(
-        "scheduler",
-        "lr_warmup_init lr_warmup_style",
+        "scheduler.lr_warmup_init scheduler.lr_warmup_style",
         lambda config: any(
             (
                 config.scheduler.lr_warmup_fraction,
@@ -225,21 +189,19 @@ _RULES = (
         "there is no warmup: give --lr-warmup-iters or the like",
     ),
     _Rule(
-        "checkpoint",
-        "save_optim save_rng overwrite_save",
+        "checkpoint.save_optim checkpoint.save_rng checkpoint.overwrite_save",
         lambda config: config.checkpoint.save is not None,
         "there is no --save",
     ),
     _Rule(
-        "checkpoint",
-        "on_damaged_checkpoint load_optim load_rng",
+        "checkpoint.on_damaged_checkpoint checkpoint.load_optim checkpoint.load_rng",
         lambda config: config.checkpoint.load is not None,
         "there is no --load",
     ),
     _Rule(
-        "logging",
-        "tensorboard_log_interval tensorboard_queue_size log_memory_to_tensorboard "
-        "log_world_size_to_tensorboard log_timers_to_tensorboard",
+        "logging.tensorboard_log_interval logging.tensorboard_queue_size "
+        "logging.log_memory_to_tensorboard logging.log_world_size_to_tensorboard "
+        "logging.log_timers_to_tensorboard",
         _draws,
         "there is no TensorBoard: give --tensorboard-dir or --save",
     ),
@@ -308,9 +270,9 @@ def _of_data_parallelism(
 
 def _given(config: RunConfig, rule: _Rule) -> Iterator[str]:
     """Flags of a rule whose values are not the defaults."""
-    section = getattr(config, rule.section)
-    fields = {field.name: field for field in dataclasses.fields(section)}
-    for field in map(fields.__getitem__, rule.fields.split()):
+    for name, wanted in (path.split(".") for path in rule.fields.split()):
+        section = getattr(config, name)
+        field = next(field for field in dataclasses.fields(section) if field.name == wanted)
         described = flag_of(field)
-        if described is not None and getattr(section, field.name) != field.default:
+        if described is not None and getattr(section, wanted) != field.default:
             yield flag_names(field, described)[0]

@@ -15,7 +15,7 @@ from torch import Tensor
 from mcore.config.run import Resolved
 from mcore.device import HostRead
 from mcore.distributed import DataParallelModule, finalize_model_grads
-from mcore.errors import NumericsError, TransientNumericsError
+from mcore.errors import NumericsError
 from mcore.log import get_logger
 from mcore.num_microbatches_calculator import (
     ConstantNumMicroBatchesCalculator,
@@ -389,9 +389,10 @@ def settle(state: TrainState) -> None:
         refuse(state.iteration, look, was_applied=bool(applied))
     if is_stuck:
         close = None if evidence is None else look_closely(evidence, state.chunks)
+        if close is not None and close.came_again is False:
+            refuse(state.iteration, close, was_applied=False)
         where = "" if close is None else f": {close}"
-        is_transient = close is not None and close.came_again is False
-        raise (TransientNumericsError if is_transient else NumericsError)(
+        raise NumericsError(
             f"iteration {state.iteration}: gradients are not finite although the loss scale is at "
             f"its minimum ({state.optimizer.config.min_loss_scale}){where}. Nothing was saved "
             "since. Go back to an earlier checkpoint, or lower the learning rate"
