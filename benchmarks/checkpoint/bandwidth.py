@@ -24,26 +24,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
-from torch import Tensor
+from weights import State, join_world, megabytes_of, sharded
 
-from mcore.checkpoint import Rectangle, ShardedTensor, load, save
+from mcore.checkpoint import load, save
 
-ROWS, COLUMNS = 1024, 1024
 RAW = "raw file"
-State = dict[str, Tensor]
 Seconds = list[float]
 Action = Callable[[Path, State], Any]
-
-
-def sharded(tensors: State) -> dict[str, ShardedTensor]:
-    """This rank's slice of each tensor as part of a global tensor, cut along the rows."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    return {
-        name: ShardedTensor(
-            name, (world * ROWS, COLUMNS), data.dtype, [Rectangle((rank * ROWS, 0), data)]
-        )
-        for name, data in tensors.items()
-    }
 
 
 def own_names(tensors: State) -> State:
@@ -132,11 +119,7 @@ def one_round(way: tuple[Action, Action], folder: Path, tensors: State, target: 
 
 
 def measure(rank: int, args: argparse.Namespace, folder: Path) -> None:
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / "store"), args.ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=args.ranks)
-    count = max(1, round(args.megabytes * 1e6 / args.ranks / (4 * ROWS * COLUMNS)))
-    tensors = {f"weight{i}": torch.randn(ROWS, COLUMNS) for i in range(count)}
+    tensors = join_world(rank, args, folder)
     target = {name: torch.ones_like(data) for name, data in tensors.items()}
     ways = {name: way for name, way in WAYS.items() if not args.only or name in args.only}
     rounds: dict[str, list[Seconds]] = {name: [] for name in ways}
@@ -144,7 +127,7 @@ def measure(rank: int, args: argparse.Namespace, folder: Path) -> None:
         for name, way in ways.items():
             rounds[name].append(one_round(way, folder / "files", tensors, target))
     if rank == 0:
-        report(count * args.ranks * 4 * ROWS * COLUMNS / 1e6, args.ranks, rounds)
+        report(megabytes_of(tensors), args.ranks, rounds)
     dist.destroy_process_group()
 
 

@@ -19,10 +19,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from weights import join_world, megabytes_of, sharded
 
-from mcore.checkpoint import AsyncSaver, Rectangle, ShardedTensor, save
-
-ROWS, COLUMNS = 1024, 1024
+from mcore.checkpoint import AsyncSaver, save
 
 
 def seconds(action) -> float:
@@ -43,23 +42,10 @@ def steps_while_writing(saver: AsyncSaver, matrix: torch.Tensor) -> list[float]:
     return taken
 
 
-def sharded(tensors: dict[str, torch.Tensor], rank: int, ranks: int) -> dict[str, ShardedTensor]:
-    """This rank's rows of tensors that are cut along the rows."""
-    shape = (ranks * ROWS, COLUMNS)
-    return {
-        name: ShardedTensor(name, shape, data.dtype, [Rectangle((rank * ROWS, 0), data)])
-        for name, data in tensors.items()
-    }
-
-
 def measure(rank: int, args: argparse.Namespace, folder: Path) -> None:
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / "store"), args.ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=args.ranks)
-    count = max(1, round(args.megabytes * 1e6 / args.ranks / (4 * ROWS * COLUMNS)))
-    data = {f"weight{i}": torch.randn(ROWS, COLUMNS) for i in range(count)}
+    data = join_world(rank, args, folder)
     copies = {name: torch.empty_like(tensor) for name, tensor in data.items()}
-    tensors = sharded(data, rank, args.ranks)
+    tensors = sharded(data)
     matrix = torch.randn(512, 512)
     saver = AsyncSaver()
     times: dict[str, list[float]] = {name: [] for name in ("copy", "async", "sync", "idle", "busy")}
@@ -80,9 +66,9 @@ def measure(rank: int, args: argparse.Namespace, folder: Path) -> None:
             times["idle"] += idle
             times["busy"] += busy
     saver.close()
-    dist.destroy_process_group()
     if rank == 0:
-        report(count * args.ranks * 4 * ROWS * COLUMNS / 1e6, args, times)
+        report(megabytes_of(data), args, times)
+    dist.destroy_process_group()
 
 
 def report(megabytes: float, args: argparse.Namespace, times: dict[str, list[float]]) -> None:
