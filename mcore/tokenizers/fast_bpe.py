@@ -132,7 +132,7 @@ class FastBytePairs:
         if self._normal_form is not None and not unicodedata.is_normalized(self._normal_form, text):
             return None
         try:
-            return self._ids[self._backend.encode_to_numpy(text, disallowed_special=())]
+            return self._ids.take(self._backend.encode_to_numpy(text, disallowed_special=()))
         except UnicodeEncodeError:  # half a surrogate pair, which the way to lists mends
             return self._ids[np.array(self._backend.encode_ordinary(text), np.int32)]
 
