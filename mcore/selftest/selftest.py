@@ -32,7 +32,7 @@ from mcore.topology.context import ParallelContext
 from mcore.topology.group import Group
 from mcore.training import checkpointing
 from mcore.training.checkpoint_writer import CheckpointWriter
-from mcore.training.step import settle
+from mcore.training.settling import settle
 
 #: Kinds of groups that training communicates in: attribute of the context -> axes.
 _KINDS = {"tp": "tp", "pp": "pp", "dp": "dp", "mp": "tp-pp", "tp_dp_cp": "tp-dp-cp"}

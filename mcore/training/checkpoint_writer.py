@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -29,21 +29,12 @@ class CheckpointWriter:
         options: where, how often and how.
         timeout: how long a rank waits for the others' part of a save in the background; torch's
             default when None.
-        damaged: checkpoints that the run did not start from because they are damaged.
     """
 
-    def __init__(
-        self,
-        options: CheckpointConfig,
-        *,
-        timeout: timedelta | None = None,
-        damaged: Iterable[Path] = (),
-    ) -> None:
+    def __init__(self, options: CheckpointConfig, *, timeout: timedelta | None = None) -> None:
         self._options = options
         self._retention = _retention(options)
         self._damaged: set[int] = set()
-        for directory in damaged:
-            self.found_damaged(directory)
         self._saver: AsyncSaver | None = None
         reads_back = options.verify_saved_checkpoint or self._retention.keep_latest == 1
         if options.save is not None and (options.async_save or reads_back):

@@ -26,8 +26,9 @@ from mcore.training.initialize import Runtime
 from mcore.training.logging import RunLog
 from mcore.training.memory_watch import MemoryWatch
 from mcore.training.replica_check import check_replicas
+from mcore.training.settling import settle
 from mcore.training.setup import TrainState, follow_data_order
-from mcore.training.step import StepFunctions, settle
+from mcore.training.step import StepFunctions
 from mcore.training.token_budget import TokenBudgetLoader
 
 

@@ -198,10 +198,11 @@ def _run_told(
     memory = MemoryWatch(config, launch.world_size, runtime)
     state = build_state(config, resolved, runtime, providers.model)
     memory.tell_prediction(state.chunks)
+    timeout = timedelta(minutes=config.runtime.distributed_timeout_minutes)
+    writer = CheckpointWriter(config.checkpoint, timeout=timeout)
     loaded: Path | None = None
-    damaged: list[Path] = []
     if prepared.loads:
-        loaded = checkpointing.load(state, config, runtime.ctx, damaged.append)
+        loaded = checkpointing.load(state, config, runtime.ctx, writer.found_damaged)
     setup_done = time.perf_counter()
     if not config.training.skip_train:
         _check_continuation(state, resolved)
@@ -217,38 +218,14 @@ def _run_told(
     profile = _profile(config, runtime)
     whereabouts = None if watch is None else Whereabouts(watch.notice)
     observation = Observation(timers, profiler, profile, whereabouts)
-    has_policy = config.stability.loss_spike_policy != "off"
-    steps = StepFunctions(
-        providers.forward_step,
-        resolved,
-        runtime,
-        _batch_sizes(config, resolved, datasets[0]),
-        observation,
-        looks_for_nan=has_policy or config.training.check_for_nan_in_loss_and_grad,
-        notes_gradients=has_policy or not config.optimizer.scales_dynamically,
-    )
-    minutes = config.runtime.distributed_timeout_minutes
-    timeout = timedelta(minutes=minutes)
-    writer = CheckpointWriter(config.checkpoint, timeout=timeout, damaged=damaged)
+    batch_sizes = _batch_sizes(config, resolved, datasets[0])
+    steps = _steps(providers.forward_step, config, resolved, runtime, batch_sizes, observation)
     autopilot = build_autopilot(config, resolved, runtime, steps, datasets)
     training = Run(
         config, resolved, runtime, state, steps, datasets, log, writer, memory, exits, autopilot
     )
-    if loaded is not None:
-        training.resume_from(loaded)
     try:
-        if not config.training.skip_train:
-            with garbage_collection(config.runtime):
-                training.train()
-        if profile is not None:
-            profile.close()
-        if state.iteration == resolved.train_iters or config.training.skip_train:
-            training.finish()
-    except BaseException as error:
-        writer.abandon()
-        if isinstance(error, NumericsError):
-            _tell_end(autopilot, error, state)
-        raise
+        _train(training, loaded, profile)
     finally:
         profiler.close()
         log.close()
@@ -258,6 +235,46 @@ def _run_told(
         watch.ignore_peers()
     finish(runtime)
     return state
+
+
+def _train(training: Run, loaded: Path | None, profile: PipelineProfile | None) -> None:
+    """All iterations, and what comes after the last."""
+    config, state = training.config, training.state
+    if loaded is not None:
+        training.resume_from(loaded)
+    try:
+        if not config.training.skip_train:
+            with garbage_collection(config.runtime):
+                training.train()
+        if profile is not None:
+            profile.close()
+        if state.iteration == training.resolved.train_iters or config.training.skip_train:
+            training.finish()
+    except BaseException as error:
+        training.writer.abandon()
+        if isinstance(error, NumericsError):
+            _tell_end(training.autopilot, error, state)
+        raise
+
+
+def _steps(
+    forward_step: ForwardStepFunc,
+    config: RunConfig,
+    resolved: Resolved,
+    runtime: Runtime,
+    batch_sizes: NumMicroBatchesCalculator,
+    observation: Observation,
+) -> StepFunctions:
+    has_policy = config.stability.loss_spike_policy != "off"
+    return StepFunctions(
+        forward_step,
+        resolved,
+        runtime,
+        batch_sizes,
+        observation,
+        looks_for_nan=has_policy or config.training.check_for_nan_in_loss_and_grad,
+        notes_gradients=has_policy or not config.optimizer.scales_dynamically,
+    )
 
 
 def _leave_after_loss(reason: str, launch: Launch, watch: SignalWatch | None) -> None:

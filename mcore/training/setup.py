@@ -95,7 +95,7 @@ class TrainState:
             was vetoed, or the data was passed over.
         skipped_train_samples: consumed samples of those iterations.
         passed_over_samples: consumed samples that nothing was computed for.
-        unsettled: the last update, until `step.settle` has looked at it.
+        unsettled: the last update, until `settling.settle` has looked at it.
         data_segments: weights and cursors of a stable blend so far (`StableBlend.restore`).
         autopilot: what the stability autopilot keeps in checkpoints, plain data.
         evaluation_is_owed: the run left before the evaluation that was due at this iteration.

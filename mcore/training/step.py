@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -15,8 +14,6 @@ from torch import Tensor
 from mcore.config.run import Resolved
 from mcore.device import HostRead
 from mcore.distributed import DataParallelModule, finalize_model_grads
-from mcore.errors import NumericsError
-from mcore.log import get_logger
 from mcore.num_microbatches_calculator import (
     ConstantNumMicroBatchesCalculator,
     NumMicroBatchesCalculator,
@@ -24,20 +21,13 @@ from mcore.num_microbatches_calculator import (
 from mcore.pipeline_parallel.executor import ForwardStepFunc
 from mcore.pipeline_parallel.hooks import Observer, ScheduleHooks, Unobserved
 from mcore.pipeline_parallel.schedules import get_forward_backward_func
-from mcore.topology.collectives import all_reduce_
-from mcore.topology.context import ParallelContext
 from mcore.training.batches import BatchStream
 from mcore.training.gradient_probe import GradientProbe
 from mcore.training.initialize import Runtime
-from mcore.training.non_finite import (
-    Evidence,
-    can_see_own_gradients,
-    describe,
-    find,
-    look_closely,
-    refuse,
-)
+from mcore.training.loss_records import reduce_loss
+from mcore.training.non_finite import Evidence, can_see_own_gradients
 from mcore.training.observation import Observation
+from mcore.training.settling import settle
 from mcore.training.setup import TrainState, UnsettledUpdate
 
 
@@ -362,99 +352,9 @@ class StepFunctions:
         )
 
 
-def settle(state: TrainState) -> None:
-    """Let the schedule follow the last update, now that it is known whether it was made.
-
-    It is asked as late as possible: right before the next update, or before the state is saved.
-    The numbers were sent to the host right behind the last update, so that the host waits for that,
-    and not for the step that has been handed to the device since.
-
-    Raises:
-        NumericsError: the loss or a gradient was not finite, and the run looks for that, or the
-            loss scale can fall no further.
-    """
-    last, state.unsettled = state.unsettled, None
-    if last is None:
-        return
-    applied, grad_norm, loss, is_stuck = last.facts.wait()
-    if applied:
-        state.scheduler.step(increment=last.samples)
-    else:
-        state.skipped_iterations += 1
-        state.skipped_train_samples += last.samples
-    evidence, scales = last.evidence, state.optimizer.config.scales_dynamically
-    is_finite, has_loss = math.isfinite(grad_norm), math.isfinite(loss)
-    if evidence is not None and not (is_finite and has_loss) and not scales:
-        look = look_closely(evidence, state.chunks, was_applied=bool(applied))
-        refuse(state.iteration, look, was_applied=bool(applied))
-    if is_stuck:
-        close = None if evidence is None else look_closely(evidence, state.chunks)
-        if close is not None and close.came_again is False:
-            refuse(state.iteration, close, was_applied=False)
-        where = "" if close is None else f": {close}"
-        raise NumericsError(
-            f"iteration {state.iteration}: gradients are not finite although the loss scale is at "
-            f"its minimum ({state.optimizer.config.min_loss_scale}){where}. Nothing was saved "
-            "since. Go back to an earlier checkpoint, or lower the learning rate"
-        )
-    if scales and not has_loss:
-        where = "" if evidence is None else f": {describe(find(evidence, state.chunks))}"
-        _warn(state, f"the loss was not finite, which no loss scale mends{where}", applied)
-    elif not applied and is_finite:
-        _warn(state, f"gradient norm {grad_norm:.3g}", applied)
-    elif not applied and not scales:  # overflows are how a dynamic scale finds its place
-        _warn(state, "a gradient was not finite", applied)
-
-
-def _warn(state: TrainState, what: str, applied: float) -> None:
-    update = "was made" if applied else "was left out"
-    get_logger().warning("iteration %d: %s; its update %s", state.iteration, what, update)
-
-
 def applied_rates(state: TrainState) -> tuple[float, float]:
     """Learning rate and weight decay that the coming step applies, before group multipliers."""
     scheduler = state.scheduler
     group = next((g for g in state.optimizer.param_groups if g["params"]), None)
     lr = scheduler.get_lr(group if group is not None else {})
     return lr, scheduler.get_wd()
-
-
-def reduce_loss(records: Sequence[Any], runtime: Runtime) -> tuple[Tensor, Tensor]:
-    """Mean loss and number of valid tokens of the global batch, on every rank.
-
-    op=sum group=dp-cp, then pp (only the last stage has records) dtype=float64 normaliser=valid
-    tokens
-    """
-    ctx: ParallelContext = runtime.ctx
-    totals = torch.zeros(2, dtype=torch.float64, device=runtime.device)
-    for record in records:
-        loss_sum, num_tokens = read_record(record, runtime.device)
-        totals += torch.stack([loss_sum.detach().double(), num_tokens.detach().double()])
-    all_reduce_(totals, ctx.dp_cp)
-    all_reduce_(totals, ctx.pp)
-    return totals[0] / totals[1].clamp(min=1.0), totals[1]
-
-
-def read_record(record: Any, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(sum of losses, number of tokens) of a micro batch, on the device.
-
-    A record is `(loss_sum, num_tokens)`, or Megatron's dictionary whose first entry is the reported
-    loss: a pair (sum, tokens), or a mean, which counts as one token. They may be Python numbers, or
-    tensors of any device.
-    """
-    if isinstance(record, dict):
-        record = next(iter(record.values()))
-    if isinstance(record, (tuple, list)):
-        loss_sum, num_tokens = record
-        return _on(loss_sum, device), _on(num_tokens, device)
-    reported = _on(record, device)
-    if reported.numel() == 2:
-        return reported.flatten()[0], reported.flatten()[1]
-    return reported, torch.ones_like(reported)
-
-
-def _on(number: Tensor | float, device: torch.device) -> Tensor:
-    if isinstance(number, Tensor):
-        return number.to(device, non_blocking=True)
-    # Filled there: a copy would be waited for.
-    return torch.full((), float(number), dtype=torch.float64, device=device)

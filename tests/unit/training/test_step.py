@@ -6,8 +6,9 @@ import torch
 from mcore.config.optimizer import OptimizerConfig
 from mcore.device import HostRead
 from mcore.log import get_logger
+from mcore.training.loss_records import read_record
+from mcore.training.settling import settle
 from mcore.training.setup import UnsettledUpdate
-from mcore.training.step import read_record, settle
 
 
 @pytest.mark.parametrize(
