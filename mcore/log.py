@@ -6,6 +6,7 @@ import logging
 import sys
 
 _LOGGER = logging.getLogger("mcore")
+_ALIKE = "mcore_is_alike"
 
 
 def get_logger() -> logging.Logger:
@@ -19,6 +20,7 @@ def configure(rank: int, world_size: int, level: int = logging.INFO) -> None:
     handler = logging.StreamHandler(sys.stdout)
     prefix = "" if world_size == 1 else f"[rank {rank}] "
     handler.setFormatter(_PrefixFormatter(prefix, quiet_prefix=rank == 0))
+    handler.addFilter(lambda record: rank == 0 or not getattr(record, _ALIKE, False))
     _LOGGER.addHandler(handler)
     _LOGGER.setLevel(level if rank == 0 else max(level, logging.WARNING))
     _LOGGER.propagate = False
@@ -39,9 +41,14 @@ class _PrefixFormatter(logging.Formatter):
         return text if self._quiet else self._prefix + text
 
 
+def warn_alike(text: str, *args: object) -> None:
+    """Warn of what every rank of the job finds alike: rank 0 alone says it."""
+    _LOGGER.warning(text, *args, extra={_ALIKE: True})
+
+
 def warn_ignored(option: str, reason: str) -> None:
     """Say that an option has no effect here, and why; nothing is ignored in silence."""
-    _LOGGER.warning("%s has no effect: %s", option, reason)
+    warn_alike("%s has no effect: %s", option, reason)
 
 
 def report_error(text: str) -> None:

@@ -144,7 +144,7 @@ def _read_lines(path: str, kind: Kind, place: Place) -> Iterator[Chunk]:
                 stored = offset if path == STDIN else raw.tell()
                 yield Chunk(path, kind, first, data, Place(place.file, offset, line), stored)
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
-        raise _unreadable(error)(f"{path}, line {line}: cannot be read: {error}") from error
+        raise _unreadable(error)(f"{path}, from line {line} on: cannot be read: {error}") from error
 
 
 def _unreadable(error: Exception) -> type[McoreError]:
@@ -253,7 +253,9 @@ def _read_rows(path: str, columns: Sequence[str], place: Place) -> Iterator[Chun
                 after = Place(place.file, number, number + 1)
                 yield Chunk(path, "row", first + 1, rows, after, size * number // total)
     except (OSError, pyarrow.ArrowException) as error:
-        raise _unreadable(error)(f"{path}, row {number + 1}: cannot be read: {error}") from error
+        raise _unreadable(error)(
+            f"{path}, from row {number + 1} on: cannot be read: {error}"
+        ) from error
 
 
 def _optional(package: str, path: str) -> Any:

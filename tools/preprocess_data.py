@@ -207,7 +207,12 @@ class _Run:
         )
         state = state_file.read()
         if state is None:
-            state_file.remove()  # of another command, whose temporary files are replaced now
+            if state_file.exists():
+                _note(
+                    "an interrupted run is begun again: its input, its tokenizer or its options "
+                    "are not those of this command"
+                )
+            state_file.remove()  # its temporary files are replaced now
         if state is None or not state.is_sealed:
             self._write(state, state_file)
         for prefix in self.prefixes.values():

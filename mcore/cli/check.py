@@ -201,9 +201,13 @@ class Report:
                     self.sources[section.name, field.name],
                 )
                 for field in fields
-                if (described := flag_of(field)) is not None and not described.hidden
+                if (described := flag_of(field)) is not None
+                and (not described.hidden or self._is_set(section.name, field.name))
             ]
         return options
+
+    def _is_set(self, section: str, field: str) -> bool:
+        return self.sources[section, field].kind != DEFAULT
 
 
 def _wrong_places(sections: Mapping[str, Any]) -> list[str]:
@@ -221,18 +225,20 @@ def examine(settled: Settled, launch: str | None = None) -> Report:
         size = build_tokenizer(config.tokenizer).vocab_size
         tokenizer = dataclasses.replace(config.tokenizer, vocab_size=size)
         config = dataclasses.replace(config, tokenizer=tokenizer)
-    plan = plan_pipeline(config)
+    plan, resolved = plan_pipeline(config), resolve(config, world_size)
+    on_cpu = config.runtime.device == "cpu"
+    idle = idle_options(config, resolved.data_parallel_size, on_cpu=on_cpu)
     known = config.tokenizer.vocab_size is not None
     return Report(
         config=config,
-        resolved=resolve(config, world_size),
+        resolved=resolved,
         world_size=world_size,
         split=plan_split(config, plan),
         schedule=plan.schedule.name,
         sources=value_sources(settled.arguments, settled.model_options),
         notes=[
             *settled.notes,
-            *(f"{option} has no effect: {reason}" for option, reason in idle_options(config)),
+            *(f"{option} has no effect: {reason}" for option, reason in idle),
             *remarks(config),
         ],
         absent=absent,

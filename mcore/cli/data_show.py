@@ -38,8 +38,8 @@ def run_show(args: argparse.Namespace) -> int:
     last = args.document + args.count
     if not 0 <= args.document < last <= documents:
         raise DataError(
-            f"documents {args.document} to {last - 1} of {args.prefix}, which has 0 to "
-            f"{documents - 1}"
+            f"documents {args.document} to {last - 1} are asked for, and {args.prefix} has 0 to "
+            f"{documents - 1}; give --document and --count within these"
         )
     tokenizer = None if args.ids else _tokenizer_of(data, take_config(TokenizerConfig, args))
     for number in range(args.document, last):

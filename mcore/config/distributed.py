@@ -33,8 +33,8 @@ class DistributedDataParallelConfig:
     )
     main_grads_dtype: Literal["fp32", "bf16"] = flag(
         "fp32",
-        help="Dtype of accumulated and reduced gradients; bf16 needs --bf16. ZeRO-3 reduces in it "
-        "and keeps its shard in fp32.",
+        help="Dtype of accumulated and reduced gradients; bf16 needs --bf16, fp32 leaves it to "
+        "--grad-reduce-in-bf16. ZeRO-3 reduces in it and keeps its shard in fp32.",
     )
     overlap_grad_reduce: bool = flag(
         False, help="Reduce each bucket of gradients while the backward of earlier layers runs."

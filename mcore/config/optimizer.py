@@ -143,9 +143,8 @@ class OptimizerConfig:
             yield "decoupled_min_lr needs decoupled_lr"
         lowest = self.min_lr if self.decoupled_min_lr is None else self.decoupled_min_lr
         if self.decoupled_lr is not None and self.decoupled_lr < lowest:
-            yield (
-                f"decoupled_lr ({self.decoupled_lr}) must not be below decoupled_min_lr ({lowest})"
-            )
+            bound = "min_lr" if self.decoupled_min_lr is None else "decoupled_min_lr"
+            yield f"decoupled_lr ({self.decoupled_lr}) must not be below {bound} ({lowest})"
         names = (
             "adam_beta1",
             "adam_beta2",
@@ -172,7 +171,7 @@ class OptimizerConfig:
                 continue
             yield from not_one_of(dtype, ("fp32", "bf16"), name)
             if dtype != "fp32" and self.optimizer != "adam":
-                yield f"{name} {dtype} needs optimizer adam, got {self.optimizer}"
+                yield f"{name} {dtype} needs `optimizer` adam, got {self.optimizer}"
         if self.main_params_dtype != "fp32":
             yield (
                 f"main_params_dtype {self.main_params_dtype} would need a scale for every tensor, "

@@ -160,11 +160,10 @@ class TransformerConfig(ModelParallelConfig):
         for name in ("hidden_dropout", "attention_dropout"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 yield f"{name} is {getattr(self, name)}; use a probability below 1"
-        if not 0.0 <= self.label_smoothing < 1.0 or self.z_loss_coefficient < 0.0:
-            yield (
-                f"label_smoothing ({self.label_smoothing}) must lie in [0, 1) and "
-                f"z_loss_coefficient ({self.z_loss_coefficient}) must not be negative"
-            )
+        if not 0.0 <= self.label_smoothing < 1.0:
+            yield f"label_smoothing is {self.label_smoothing}; it must lie in [0, 1)"
+        if self.z_loss_coefficient < 0.0:
+            yield f"z_loss_coefficient is {self.z_loss_coefficient}; it must not be negative"
         if self.gated_linear_unit and self.openai_gelu:
             yield "gated_linear_unit and openai_gelu exclude each other; drop one"
         yield from self._wrong_recompute()

@@ -19,7 +19,7 @@ from mcore.data.splits import SPLIT_NAMES, WHOLE, Bounds, split_bounds, split_ra
 from mcore.data.stable_blend import StableBlend
 from mcore.data.stable_order import StableOrder
 from mcore.errors import DataError
-from mcore.log import get_logger
+from mcore.log import warn_alike
 
 _SURPLUS = 0.005  # Megatron builds every data set of a weighted blend this much longer
 
@@ -193,7 +193,7 @@ def _build_split(
     for prefix in (
         prefix for prefix, count in zip(blend.prefixes, drawn, strict=True) if not count
     ):
-        get_logger().warning(
+        warn_alike(
             "none of the %d samples of the %s split comes from %s: its weight is too small",
             size,
             name,
@@ -238,7 +238,7 @@ def _build_unweighted(
     """One corpus as long as wanted, or one pass over several."""
     opened = [corpora.open(prefix) for prefix in blend.prefixes]
     if size is None and not any(split_range(bounds, len(indexed)) for indexed in opened):
-        get_logger().warning("the %s split holds no sequence: it has no data set", name)
+        warn_alike("the %s split holds no sequence: it has no data set", name)
         return None
     if len(opened) == 1:
         return _build_one(blend.prefixes[0], bounds, size, corpora, options)
@@ -248,7 +248,7 @@ def _build_unweighted(
         if _holds_a_sample(corpora.open(prefix), bounds, options)
     ]
     for prefix in sorted(set(blend.prefixes) - set(whole)):
-        get_logger().warning(
+        warn_alike(
             "%s holds no whole sample of %d tokens in its %s split and is left out; give it a "
             "weight to repeat it",
             prefix,
@@ -264,7 +264,7 @@ def _build_unweighted(
         )
     available = sum(len(dataset) for dataset in datasets)
     if size is not None and size > available:
-        get_logger().warning(
+        warn_alike(
             "%d samples of the %s split are wanted, but its corpora (%s) hold %d in one pass and "
             "are not repeated without weights; give each corpus a weight to repeat it",
             size,
@@ -283,7 +283,7 @@ def _build_one(
     documents = np.arange(chosen.start, chosen.stop, dtype=np.int32)
     dataset = GPTDataset(indexed, documents, size, options)
     if not _holds_a_sample(indexed, bounds, options):
-        get_logger().warning(
+        warn_alike(
             "%s is shorter than one sample: %d tokens in the split, and --seq-length %d needs %d; "
             "it is repeated, so that every sample holds it more than once; use a shorter "
             "--seq-length or a larger corpus",

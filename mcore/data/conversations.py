@@ -3,7 +3,7 @@
 | line | what is trained on |
 |---|---|
 | `{"prompt": TEXT, "response": TEXT}` (or `completion`) | the response |
-| `{"messages": [{"role": ROLE, "content": TEXT}, ...]}` | what the role `assistant` says |
+| `{"messages": [{"role": ROLE, "content": TEXT}, ...]}` | what `assistant` says, of any roles |
 
 Formats (`--sft-tokenizer-prompt-format`): `identity` lays the texts end to end as they are, and the
 end-of-document id after each response; `chatml` writes `<|im_start|>ROLE`, a line end, the text,
@@ -23,6 +23,7 @@ from typing import Any, Literal
 import numpy as np
 
 from mcore.errors import DataError
+from mcore.log import warn_alike
 
 PromptFormat = Literal["identity", "chatml"]
 Encode = Callable[[Sequence[str]], tuple[np.ndarray, np.ndarray]]
@@ -100,11 +101,32 @@ def read_conversations(
                 lengths.append(len(ids[-1]))
     if not lengths:
         raise DataError(f"there is no conversation in {', '.join(paths)}")
+    _tell_untrained([bool(marks.any()) for marks in trained], origin)
     return Conversations(
         np.concatenate(ids),
         np.concatenate(trained),
         np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]),
         origin,
+    )
+
+
+def _tell_untrained(is_trained: Sequence[bool], origin: Sequence[tuple[str, int]]) -> None:
+    if all(is_trained):
+        return
+    path, line = origin[is_trained.index(False)]
+    what = f"nothing to train on, for no message is of the role {_ASSISTANT!r}"
+    if not any(is_trained):
+        raise DataError(
+            f"the {len(origin)} conversations (the first: {path}, line {line}) have {what}"
+        )
+    number = is_trained.count(False)
+    warn_alike(
+        "%d of %d conversations (the first: %s, line %d) have %s",
+        number,
+        len(origin),
+        path,
+        line,
+        what,
     )
 
 
@@ -149,6 +171,8 @@ def _segments(record: Any, prompt_format: PromptFormat) -> Segments:
 def _messages(record: Any) -> list[tuple[str, str]]:
     keys = set(record) if isinstance(record, dict) else set()
     response = next((key for key in ("response", "completion") if key in keys), None)
+    if "messages" in keys and (twice := sorted(keys & {"prompt", "response", "completion"})):
+        raise DataError(f"it has both messages and {' and '.join(twice)}; keep one form")
     if "messages" in keys:
         messages = record["messages"]
     elif "prompt" in keys and response is not None:

@@ -18,7 +18,7 @@ from mcore.data.indexed_builder import IndexedDatasetBuilder
 from mcore.data.indexed_format import get_bin_path, get_idx_path
 from mcore.data.publishing import partial_path, publish
 from mcore.errors import DataError
-from mcore.log import get_logger
+from mcore.log import warn_alike
 
 FORMAT = 1
 
@@ -196,7 +196,7 @@ def check_meta(prefix: str, num_tokens: int, tokenizer: TokenizerIdentity) -> Co
             "the tokenizer it was made with, or preprocess the text again"
         )
     if is_bare:
-        get_logger().warning(
+        warn_alike(
             "%s was made by a NullTokenizer of %d ids; the %s has %d too, but nothing shows that "
             "the ids are its own",
             prefix,
@@ -216,7 +216,7 @@ def warn_of_missing_ends(prefix: str, meta: CorpusMeta, options: DataConfig) -> 
     }
     given = [flag for flag, is_given in masks.items() if is_given]
     if given and meta.eod_tokens == 0:
-        get_logger().warning(
+        warn_alike(
             "nothing in %s marks where a document ends, so that %s can do nothing there; "
             "preprocess the text with --append-eod, or leave out the option",
             prefix,

@@ -263,10 +263,13 @@ def _require_tokens(
     needed = options.seq_length + int(options.add_extra_token)
     repeats = num_samples is not None and not options.stable
     if not repeats and options.drop_last and tokens < needed:
+        way_to_repeat = "ask for a number of samples, which repeats it"
+        if options.stable:
+            way_to_repeat = "the default --data-order with a number of samples, which repeats it"
         raise DataError(
             f"{indexed.path_prefix} is shorter than one sample: {tokens} tokens in the split, and "
-            f"seq_length {options.seq_length} needs {needed}; use a shorter --seq-length or a "
-            "larger corpus, or ask for a number of samples, which repeats it"
+            f"--seq-length {options.seq_length} needs {needed}; use a shorter --seq-length or a "
+            f"larger corpus, or {way_to_repeat}"
         )
 
 

@@ -14,7 +14,7 @@ from mcore.data.conversations import Conversations
 from mcore.data.gpt_dataset import Sample, SamplePiece
 from mcore.data.masks import hidden_mask
 from mcore.errors import DataError
-from mcore.log import get_logger
+from mcore.log import warn_alike
 
 
 class PackedConversations:
@@ -51,7 +51,7 @@ class PackedConversations:
         places = np.diff(conversations.starts) - 1
         cut = int(np.count_nonzero(places[chosen] > seq_length))
         if cut:
-            get_logger().warning(
+            warn_alike(
                 "%d of %d conversations are longer than a sample of %d tokens and are cut",
                 cut,
                 len(chosen),

@@ -21,7 +21,7 @@ from mcore.data.blend import blend_order, normalise
 from mcore.data.delegating_dataset import DelegatingDataset
 from mcore.data.gpt_dataset import SampleDataset
 from mcore.errors import DataError
-from mcore.log import get_logger
+from mcore.log import get_logger, warn_alike
 
 
 class StableBlend(DelegatingDataset):
@@ -91,7 +91,7 @@ class StableBlend(DelegatingDataset):
                     self._identities[new],
                 )
             ):
-                get_logger().warning(
+                warn_alike(
                     "%s is not what it was (other documents, or another seed, split or sequence "
                     "length): its order is another one, and samples that were consumed can come "
                     "again",
@@ -100,9 +100,9 @@ class StableBlend(DelegatingDataset):
         added = sorted(self._identities.keys() - names.values())
         gone = sorted(old for old in last["weights"] if names[old] not in self._identities)
         for name in added:
-            get_logger().warning("%s was not in the data before: it starts at its beginning", name)
+            warn_alike("%s was not in the data before: it starts at its beginning", name)
         for name in gone:
-            get_logger().warning("%s left the data: from here on no sample comes from it", name)
+            warn_alike("%s left the data: from here on no sample comes from it", name)
         return names
 
     def __len__(self) -> int:

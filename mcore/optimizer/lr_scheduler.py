@@ -284,6 +284,8 @@ class OptimizerParamScheduler:
         theirs = dict(_known_values(state_dict))
         ours = self.state_dict()
         changed = {key: value for key, value in theirs.items() if value != ours[key]}
+        if theirs.get("wd_incr_style") == ours["wd_incr_style"] == "constant":
+            changed.pop("wd_incr_steps", None)  # no ramp, so that its length decides nothing
         if changed and self.override_opt_param_scheduler:
             get_logger().info("keeping this run's schedule, not the checkpoint's %s", changed)
         elif changed and not self.use_checkpoint_opt_param_scheduler:

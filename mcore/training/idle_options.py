@@ -163,6 +163,16 @@ _RULES = (
         "it needs --manual-gc",
     ),
     _Rule(
+        "model.distribute_saved_activations",
+        lambda config: config.model.tensor_model_parallel_size > 1,
+        "the tensor-parallel size is 1",
+    ),
+    _Rule(
+        "model.fp32_residual_connection",
+        lambda config: config.model.params_dtype.itemsize < _WIDE,
+        "the model is in float32 as it is",
+    ),
+    _Rule(
         "model.sliding_window_first_layer",
         lambda config: config.model.sliding_window is not None,
         "it needs --sliding-window",
@@ -208,8 +218,37 @@ _RULES = (
 )
 
 
-def idle_options(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Flags without effect beside the others, each with the reason."""
+#: What needs a second data-parallel rank.
+_SHARDING = "ddp.use_distributed_optimizer ddp.data_parallel_sharding_strategy"
+_COMPARING = "training.check_weight_hash_across_dp_replicas_interval"
+#: What goes to the memory of the host.
+_OFFLOADED = "optimizer.optimizer_cpu_offload model.cpu_offloading_num_layers"
+#: Numbers of layers.
+_DEPTHS = "model.recompute_num_layers model.cpu_offloading_num_layers"
+
+
+def idle_options(
+    config: RunConfig, data_parallel_size: int | None = None, *, on_cpu: bool = False
+) -> Iterator[tuple[str, str]]:
+    """Flags without effect beside the others, each with the reason.
+
+    Args:
+        config: all options.
+        data_parallel_size: that of the run; None = not known.
+        on_cpu: the run computes on the CPU for certain.
+    """
+    if data_parallel_size == 1:
+        reason = "there is one data-parallel rank, with nobody to share with"
+        flags = _given(config, _COMPARING)
+        flags += _given(config, _SHARDING) if config.ddp.sharding_stage else []
+        yield from ((flag, reason) for flag in flags)
+    if on_cpu:
+        reason = "the device is the CPU, so all is in host memory already"
+        yield from ((flag, reason) for flag in _given(config, _OFFLOADED))
+    for path in _DEPTHS.split():
+        given, most = getattr(config.model, path.split(".")[1]), config.model.num_layers
+        if given is not None and given > most:
+            yield f"{_given(config, path)[0]} beyond {most}", "the model has no more layers"
     model = config.model
     if model.sequence_parallel and model.tensor_model_parallel_size == 1:
         yield "--sequence-parallel", "the tensor-parallel size is 1"
@@ -217,7 +256,7 @@ def idle_options(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "--recompute-modules", "it needs --recompute-granularity selective"
     for rule in _RULES:
         if not rule.are_used(config):
-            yield from ((flag, rule.otherwise) for flag in _given(config, rule))
+            yield from ((flag, rule.otherwise) for flag in _given(config, rule.fields))
     yield from _of_reports(config)
     if not config.ddp.grad_reduce_in_fp32 and model.params_dtype.itemsize >= _WIDE:
         yield "--grad-reduce-in-bf16", "gradients have the model's dtype, which is float32"
@@ -268,11 +307,13 @@ def _of_data_parallelism(
         yield from ((flag, reason) for flag, is_given in given.items() if is_given)
 
 
-def _given(config: RunConfig, rule: _Rule) -> Iterator[str]:
-    """Flags of a rule whose values are not the defaults."""
-    for name, wanted in (path.split(".") for path in rule.fields.split()):
+def _given(config: RunConfig, fields: str) -> list[str]:
+    """Flags of options whose values are not the defaults."""
+    flags = []
+    for name, wanted in (path.split(".") for path in fields.split()):
         section = getattr(config, name)
         field = next(field for field in dataclasses.fields(section) if field.name == wanted)
         described = flag_of(field)
         if described is not None and getattr(section, wanted) != field.default:
-            yield flag_names(field, described)[0]
+            flags.append(flag_names(field, described)[0])
+    return flags

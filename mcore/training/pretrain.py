@@ -19,7 +19,7 @@ from mcore.errors import (
     NumericsError,
     TransientNumericsError,
 )
-from mcore.log import get_logger, report_error, warn_ignored
+from mcore.log import get_logger, report_error, warn_alike, warn_ignored
 from mcore.num_microbatches_calculator import NumMicroBatchesCalculator
 from mcore.pipeline_parallel.executor import ForwardStepFunc
 from mcore.signals import SignalWatch, install
@@ -309,10 +309,11 @@ def _tell_notes(prepared: Prepared, runtime: Runtime) -> None:
             "THE RUN STARTS NEW: --load %s is the --save directory and holds no checkpoint yet",
             config.checkpoint.load,
         )
-    for option, reason in idle_options(config):
+    on_cpu = runtime.device.type == "cpu"
+    for option, reason in idle_options(config, runtime.ctx.dp_cp.size, on_cpu=on_cpu):
         warn_ignored(option, reason)
     for remark in remarks(config):
-        get_logger().warning(remark)
+        warn_alike(remark)
 
 
 def _batch_sizes(config: RunConfig, resolved: Resolved, data: object) -> NumMicroBatchesCalculator:

@@ -23,7 +23,7 @@ from mcore.distributed import (
     build_sharding_groups,
 )
 from mcore.errors import ConfigError
-from mcore.log import get_logger, warn_ignored
+from mcore.log import get_logger, warn_alike
 from mcore.optimizer import (
     MegatronOptimizer,
     OptimizerParamScheduler,
@@ -144,17 +144,6 @@ def build_state(
         config, runtime.ctx, [model_provider(config, stage).to(runtime.device) for stage in stages]
     )
     report_parameters(chunks, runtime.ctx)
-    if (
-        config.training.check_weight_hash_across_dp_replicas_interval
-        and runtime.ctx.dp_cp.size == 1
-    ):
-        warn_ignored(
-            "--check-weight-hash-across-dp-replicas-interval", "there is one data-parallel rank"
-        )
-    if config.optimizer.optimizer_cpu_offload and runtime.device.type == "cpu":
-        warn_ignored("--optimizer-cpu-offload", "the device is the CPU, so all is in host memory")
-    if config.model.cpu_offloading_num_layers and runtime.device.type == "cpu":
-        warn_ignored("--cpu-offloading-num-layers", "activations are in host memory already")
     optimizer = get_megatron_optimizer(config.optimizer, chunks, context=runtime.ctx)
     in_samples = config.training.train_iters is None
     scheduler = get_optimizer_param_scheduler(
@@ -178,7 +167,6 @@ def wrap_chunks(
     options = config.ddp
     wrapper: type[DistributedDataParallel | FullyShardedDataParallel] = DistributedDataParallel
     if options.sharding_stage and ctx.dp_cp.handle is None:
-        warn_ignored("the sharding strategy", "there is one process, with nobody to share with")
         options = DistributedDataParallelConfig(grad_reduce_in_fp32=options.keeps_grads_wide)
     elif options.sharding_stage == 3:
         wrapper = FullyShardedDataParallel
@@ -264,7 +252,7 @@ def _answer_missing(number: int, name: str, source: SplitSource, config: RunConf
             "--split, or data of its own"
         )
     if is_evaluated:
-        get_logger().warning(
+        warn_alike(
             "nothing will be evaluated, for there is no validation data beside %s: %s",
             source.files,
             source.lack,

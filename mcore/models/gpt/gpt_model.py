@@ -217,7 +217,8 @@ class GPTModel(nn.Module):
         weight = self.shared_embedding_or_output_weight() if self._is_tied else None
         if labels is not None:
             loss: Tensor = self.output_layer(hidden_states, weight, labels.t().contiguous())[0]
-            return loss.t().contiguous()
+            # A tensor of its own, not a view, for `fully_shard` has hooks on what a model returns.
+            return loss.t().clone(memory_format=torch.contiguous_format)
         logits, _ = self.output_layer(hidden_states, weight)  # [s, b, v/t]
         if not self.parallel_output:
             logits = gather_from_tensor_model_parallel_region(logits, self.tp_group)

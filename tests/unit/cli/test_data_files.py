@@ -49,7 +49,7 @@ def test_show(text, capsys):
     out = capsys.readouterr().out.splitlines()[-4:]
     assert out == ["--- document 2: 4 tokens", "3 4 5 999", "--- document 3: 2 tokens", "6 999"]
     assert main(["data", "show", text, "--document", "4", *NULL]) == 1
-    assert "which has 0 to 3" in capsys.readouterr().err
+    assert "has 0 to 3; give" in capsys.readouterr().err
 
 
 def test_show_with_another_tokenizer(text, capsys, caplog):

@@ -71,6 +71,7 @@ def test_chatml(tmp_path):
         ("[1", "line 2"),
         ('{"messages": []}', "at least one message"),
         ('{"prompt": 1, "response": "x"}', "role and content"),
+        ('{"prompt": "a", "messages": [{"role": "user", "content": "b"}]}', "messages and prompt"),
     ],
 )
 def test_faulty_lines_are_named(tmp_path, line, message):
@@ -79,6 +80,22 @@ def test_faulty_lines_are_named(tmp_path, line, message):
     with pytest.raises(DataError, match=message) as caught:
         read_conversations([str(path)], encode, EOD)
     assert f"{path}, line 2" in str(caught.value)
+
+
+USER_ALONE = {"messages": [{"role": "user", "content": "a"}, {"role": "Assistant", "content": "b"}]}
+
+
+def test_conversations_that_teach_nothing_are_counted(tmp_path, caplog):
+    path = write(tmp_path / "in.jsonl", {"prompt": "a", "response": "b"}, USER_ALONE, USER_ALONE)
+    read_conversations([path], encode, EOD)
+    assert f"2 of 3 conversations (the first: {path}, line 2) have nothing" in caplog.text
+
+
+@pytest.mark.parametrize("prompt_format", ["identity", "chatml"])
+def test_data_that_teaches_nothing_is_refused(tmp_path, prompt_format):
+    path = write(tmp_path / "in.jsonl", USER_ALONE, USER_ALONE)
+    with pytest.raises(DataError, match=r"the 2 conversations .*line 1\).* role 'assistant'"):
+        read_conversations([path], encode, EOD, prompt_format)
 
 
 def conversations(tmp_path, lengths):

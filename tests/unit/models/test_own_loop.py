@@ -155,3 +155,14 @@ def test_a_stage_keeps_its_input_no_longer_than_its_graph(kind, trains):
         assert received.grad is not None
     del received, loss
     assert alive() is None
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+def test_the_loss_is_no_view(samples):
+    """`fully_shard` has hooks on what a model returns, and warns of a view at every step."""
+    config = TransformerConfig(num_layers=1, hidden_size=H, num_attention_heads=HEADS)
+    model = GPTModel(config, vocab_size=20, max_sequence_length=8)
+    ids = torch.arange(8).expand(samples, 8)
+    loss = model(ids, labels=ids)
+    assert loss.shape == (samples, 8)
+    assert loss._base is None

@@ -78,6 +78,17 @@ def test_a_changed_schedule_needs_a_choice():
         make(**changed, use_checkpoint_opt_param_scheduler=False).load_state_dict(state)
 
 
+def test_a_ramp_of_constant_weight_decay_has_no_length():
+    old = make()
+    old.step(48)
+    longer = make(wd_incr_steps=400, use_checkpoint_opt_param_scheduler=False)
+    longer.load_state_dict(old.state_dict())
+    assert longer.num_steps == 48
+    ramp = {"wd_incr_style": "linear", "use_checkpoint_opt_param_scheduler": False}
+    with pytest.raises(ConfigError, match="wd_incr_steps: here 400, checkpoint 200"):
+        make(wd_incr_steps=400, **ramp).load_state_dict(make(**ramp).state_dict())
+
+
 def test_override_keeps_only_the_new_schedule():
     old = make()
     old.step(100)

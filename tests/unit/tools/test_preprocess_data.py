@@ -291,7 +291,7 @@ class TestInput:
         source = tmp_path / "in.jsonl.gz"
         source.write_bytes(gzip.compress(b'{"text": "abc"}\n' * 1_000)[:-20])
         error = run_failing(tmp_path, capsys, source, *BYTES)
-        assert f"{source}, line " in error
+        assert f"{source}, from line " in error
         assert "cannot be read" in error
 
     def test_missing_file(self, tmp_path, capsys):

@@ -79,7 +79,9 @@ class TestKindsOfInput:
         zstandard = pytest.importorskip("zstandard")
         source = tmp_path / "in.jsonl.zst"
         source.write_bytes(zstandard.compress(b'{"text": "abc"}\n')[:9] + b"\0" * 20)
-        assert f"{source}, line 1: cannot be read" in run_failing(tmp_path, capsys, source, *BYTES)
+        assert f"{source}, from line 1 on: cannot be read" in run_failing(
+            tmp_path, capsys, source, *BYTES
+        )
 
     @pytest.mark.parametrize("skip", [[], ["--on-bad-line", "skip"]])
     @pytest.mark.parametrize("name", ["in.jsonl.zst", "in.txt.zst"])
@@ -91,7 +93,7 @@ class TestKindsOfInput:
         source.write_bytes(frame + frame[:-3])
         (tmp_path / "here").mkdir()
         error = run_failing(tmp_path / "here", capsys, source, *BYTES, *skip)
-        assert f"{source}, line" in error
+        assert f"{source}, from line" in error
         assert "cut short" in error
 
     def test_parquet(self, tmp_path, plain):

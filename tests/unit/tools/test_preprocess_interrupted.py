@@ -81,7 +81,9 @@ class TestInterruptedRuns:
         self.interrupt(monkeypatch, arguments, 2)
         write_lines(source, "other")
         assert main(arguments) == 0
-        assert "goes on at" not in capsys.readouterr().err
+        told = capsys.readouterr().err
+        assert "goes on at" not in told
+        assert "an interrupted run is begun again" in told
         assert len(read_indexed(tmp_path / "out_text_document")[1]) == 1
         assert not list(tmp_path.glob("*.partial"))
 
@@ -138,7 +140,7 @@ class TestInterruptedRuns:
             patch.setattr(corpus_reading, "_open_raw", Failing)
             assert main(arguments) == 1
         error = capsys.readouterr().err
-        assert f"{source}, line " in error
+        assert f"{source}, from line " in error
         assert "Input/output error" in error
         assert main(arguments) == 0
         assert "goes on at" in capsys.readouterr().err

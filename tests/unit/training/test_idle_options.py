@@ -130,6 +130,12 @@ def test_what_is_not_loaded_from_nowhere():
             ],
         ),
         ("--reset-position-ids --eod-mask-loss --no-mmap-bin-files", []),
+        ("--fp32-residual-connection --distribute-saved-activations --recompute-granularity full "
+         "--recompute-method block --recompute-num-layers 9",
+         ["--recompute-num-layers beyond 1", "--distribute-saved-activations",
+          "--fp32-residual-connection"]),
+        ("--bf16 --fp32-residual-connection --recompute-granularity full --recompute-method block "
+         "--recompute-num-layers 1", []),
         (
             "--sft --max-tokens-per-microbatch 8 --no-data-sharding --dataloader-type cyclic "
             "--num-workers 1",
@@ -141,6 +147,20 @@ def test_what_another_option_would_have_to_switch_on(words, idle):
     model = "--num-layers 1 --hidden-size 8 --num-attention-heads 2"
     config = build_config(read(f"{model} {words}".split()))
     assert [option for option, _ in idle_options(config)] == idle
+
+
+def test_what_one_data_parallel_rank_and_a_cpu_have_no_use_for():
+    words = "--use-distributed-optimizer --check-weight-hash-across-dp-replicas-interval 5"
+    words += " --optimizer-cpu-offload --cpu-offloading-num-layers 1"
+    model = "--num-layers 1 --hidden-size 8 --num-attention-heads 2"
+    config = build_config(read(f"{model} {words}".split()))
+    assert [option for option, _ in idle_options(config, 2)] == []
+    assert [option for option, _ in idle_options(config, 1, on_cpu=True)] == [
+        "--check-weight-hash-across-dp-replicas-interval",
+        "--use-distributed-optimizer",
+        "--optimizer-cpu-offload",
+        "--cpu-offloading-num-layers",
+    ]
 
 
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf"])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mcore.config.run import resolve
-from mcore.log import configure, get_logger
+from mcore.log import configure, get_logger, warn_alike
 from mcore.topology.context import ParallelContext
 from mcore.training.arguments import build_config, parse
 from mcore.training.initialize import Runtime
@@ -27,6 +27,17 @@ def _logger():
     yield
     logger.handlers[:], logger.propagate = before[0], before[2]
     logger.setLevel(before[1])
+
+
+def test_what_all_ranks_find_alike_is_said_once(capsys):
+    for rank in range(3):
+        configure(rank, 3)
+        warn_alike("%d corpora", 2)
+        get_logger().warning("mine")
+    assert capsys.readouterr().out.splitlines() == [
+        "[rank 0] WARNING: 2 corpora",
+        *(f"[rank {rank}] WARNING: mine" for rank in range(3)),
+    ]
 
 
 def run_log(extra=""):
