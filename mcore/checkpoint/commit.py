@@ -114,6 +114,10 @@ def find_checkpoint(path: str | os.PathLike[str], iteration: int | None = None) 
     if not root.is_dir():
         raise CheckpointError(f"there is no directory {root}")
     wanted = latest_iteration(root) if iteration is None else iteration
+    if wanted is None and _ITERATION.fullmatch(root.name):
+        raise DamagedCheckpointError(
+            f"{root} has no {METADATA_NAME}: it was never completed, or has lost it"
+        )
     if wanted is None:
         raise CheckpointError(f"{root} is not a checkpoint: no {POINTER_NAME}; {_remedy(root)}")
     directory = iteration_directory(root, wanted)

@@ -105,8 +105,13 @@ def first_good(
         try:
             return attempt(directory)
         except DamagedCheckpointError as error:
-            if following is None:
+            if following is None and directory is found[0]:
                 raise
+            if following is None:
+                raise DamagedCheckpointError(
+                    f"{error}; it was the last of {len(found)}, and none of {path} can be used: "
+                    "bring one of them back from a copy, or start a new run in another --save"
+                ) from error
             if on_damage is not None:
                 on_damage(directory)
             if tells:

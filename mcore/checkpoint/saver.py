@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -20,6 +21,7 @@ from mcore.checkpoint.commit import (
     discard,
     is_foreign,
     iteration_directory,
+    latest_iteration,
     make_directory,
     point_to,
     publish,
@@ -93,7 +95,10 @@ def save(
             make_directory(directory)
         return secrets.token_hex(4)
 
-    token = run_together(handle, prepare)[0]
+    try:
+        token = run_together(handle, prepare)[0]
+    except CheckpointError as error:
+        raise _not_saved(directory, error) from error
 
     def finish(records: dict[str, TensorRecord], files: dict[str, FileRecord]) -> None:
         layout = None if rank_local is None else dict(rank_local.layout)
@@ -108,8 +113,17 @@ def save(
         _dcp_save(state, ShardWriter(path, finish), handle)
     except CheckpointException as error:
         discard(path)
-        raise as_checkpoint_error(error) from error
+        raise _not_saved(directory, as_checkpoint_error(error)) from error
     return directory
+
+
+def _not_saved(directory: Path, why: CheckpointError) -> CheckpointError:
+    """The same failure with what it means."""
+    left = "no checkpoint is complete there yet"
+    with contextlib.suppress(CheckpointError):
+        newest = latest_iteration(directory.parent)
+        left = left if newest is None else f"that of iteration {newest} is still the newest"
+    return type(why)(f"the checkpoint {directory} could not be saved: {why}; {left}")
 
 
 def _dcp_save(

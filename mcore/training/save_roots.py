@@ -15,8 +15,8 @@ def directory_problem(options: CheckpointConfig, *, may_be_elsewhere: bool = Fal
     """What could lose or silently restart a run, in words.
 
     That is --load without a checkpoint, unless this is the first run into the same --save, and
-    --save with checkpoints of a run that is not being continued, or of another program where a save
-    may want to go.
+    --save with checkpoints of a run that is not being continued (--finetune continues none), or of
+    another program where a save may want to go.
 
     Args:
         options: where to save and load.
@@ -34,7 +34,18 @@ def directory_problem(options: CheckpointConfig, *, may_be_elsewhere: bool = Fal
         if _holds_any(load):
             return (
                 f"--save {save} holds checkpoints already, and --load names another directory; "
-                "choose a new --save or start anew over it with --overwrite-save"
+                f"go on with that run by --load {save}"
+                f"{' without --finetune' if options.finetune else ''}, choose a new --save, or "
+                "start anew over it with --overwrite-save"
+            )
+    if save is not None and continues and options.finetune and not options.overwrite_save:
+        trained = [number for number in checkpoint.complete_iterations(save) if number > 0]
+        if trained:
+            return (
+                f"--finetune starts at iteration 0 and would write over the checkpoints in --save "
+                f"{save} (of iteration {', '.join(map(str, trained))}), which it loads from; go on "
+                "with that run without --finetune, choose a new --save, or start anew over it with "
+                "--overwrite-save"
             )
     if load is not None and not _holds_any(load):
         elsewhere = may_be_elsewhere and not Path(load).exists()

@@ -77,7 +77,10 @@ def test_a_disk_that_fills_up(disk, background):
     plan = [(1, 1.0), (2, 2.5)]
     answers = run_distributed(_saves, 2, disk, plan, background, timeout=60)
     assert [answer[0] for answer in answers] == [None, None]
-    assert all("No space left on device" in answer[1] for answer in answers)
+    for answer in answers:
+        assert f"{disk}/iter_0000002 could not be saved: " in answer[1]
+        assert "No space left on device" in answer[1]
+        assert "that of iteration 1 is still the newest" in answer[1]
     assert_only_first(disk)
     assert run_distributed(_saves, 2, disk, [(2, 1.0)], background, timeout=60) == [[None]] * 2
     assert complete_iterations(disk) == [1, 2]

@@ -92,6 +92,13 @@ def test_without_a_pointer_the_newest_complete_one_is_used(root, text):
     assert loaded(root) == 6
 
 
+def test_an_iteration_that_lost_its_metadata_is_named(root):
+    DAMAGE["no metadata"](root)
+    directory = iteration_directory(root, 6)
+    with pytest.raises(DamagedCheckpointError, match=r"iter_0000006 has no metadata\.json"):
+        load(directory, {"model.a": torch.zeros(50)})
+
+
 def test_an_unfinished_one_is_reported_and_a_newer_one_is_left_alone(root):
     (root / POINTER).write_text("4")
     (root / "iter_0000009").mkdir()
@@ -105,7 +112,7 @@ def test_two_damaged_ones_and_none_left(root):
         flip(shard(root, iteration), -1)
     assert loaded(root) == 2
     flip(shard(root, 2), -1)
-    with pytest.raises(DamagedCheckpointError, match="checksum"):
+    with pytest.raises(DamagedCheckpointError, match="checksum.*the last of 3, and none of"):
         loaded(root)
 
 
