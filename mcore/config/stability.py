@@ -46,7 +46,9 @@ class StabilityConfig:
         5.0, help="Or its gradient norm is at least this many times the median."
     )
     loss_spike_max_skips: int = flag(
-        10, help="Consecutive steps left out before the run gives up with exit code 17."
+        10,
+        help="Consecutive steps left out, by a policy or by --grad-norm-skip-threshold, before the "
+        "run gives up with exit code 17.",
     )
     loss_spike_max_rollbacks: int = flag(
         3,
@@ -117,7 +119,12 @@ class StabilityConfig:
             if value is not None and not value > 0:
                 yield f"`{name}` is {value}; use a number above 0"
         yield from self._wrong_ranges()
-        parse_iterations(self.iterations_to_skip or ())
+        try:
+            parse_iterations(self.iterations_to_skip or ())
+        except ConfigError as error:
+            yield str(error)
+        if self.on_alert is not None and not self.on_alert.strip():
+            yield "on_alert is empty; give a shell command"
 
     def _wrong_ranges(self) -> Iterator[str]:
         if self.loss_spike_min_samples > self.loss_spike_window:
@@ -143,14 +150,17 @@ def parse_iterations(words: Iterable[str]) -> tuple[range, ...]:
     Raises:
         ConfigError: a word that is neither, a range that runs backwards, or an iteration below 1.
     """
-    ranges = []
+    ranges, wrong = [], []
     for word in words:
         match = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", word)
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
-        if not 1 <= first <= last:
-            raise ConfigError(
-                f"iterations_to_skip has {word!r}; write iterations from 1 up, or ranges such as "
-                "12-20"
-            )
-        ranges.append(range(first, last + 1))
+        if 1 <= first <= last:
+            ranges.append(range(first, last + 1))
+        else:
+            wrong.append(repr(word))
+    if wrong:
+        raise ConfigError(
+            f"iterations_to_skip has {', '.join(wrong)}; write iterations from 1 up, or ranges "
+            "such as 12-20"
+        )
     return tuple(ranges)

@@ -10,6 +10,7 @@ from mcore.config.command_line import flag_names
 from mcore.config.distributed import DistributedDataParallelConfig
 from mcore.config.fields import flag_of
 from mcore.config.run import RunConfig
+from mcore.config.stability import parse_iterations
 from mcore.config.transformer import TransformerConfig
 from mcore.training.scalars import tensorboard_directory
 
@@ -126,10 +127,17 @@ _RULES = (
     _Rule(
         "stability.loss_spike_window stability.loss_spike_min_samples "
         "stability.loss_spike_threshold stability.loss_spike_min_rise "
-        "stability.grad_norm_spike_min_factor stability.loss_spike_max_skips "
-        "stability.rerun_mode",
+        "stability.grad_norm_spike_min_factor stability.rerun_mode",
         lambda config: config.stability.loss_spike_policy != "off",
         "--loss-spike-policy is off",
+    ),
+    _Rule(
+        "stability.loss_spike_max_skips",
+        lambda config: (
+            config.stability.loss_spike_policy != "off"
+            or config.stability.grad_norm_skip_threshold is not None
+        ),
+        "it needs --loss-spike-policy or --grad-norm-skip-threshold",
     ),
     _Rule(
         "stability.loss_spike_max_rollbacks stability.loss_spike_lr_dip_iters",
@@ -258,6 +266,7 @@ def idle_options(
         if not rule.are_used(config):
             yield from ((flag, rule.otherwise) for flag in _given(config, rule.fields))
     yield from _of_reports(config)
+    yield from _beyond_the_end(config)
     if not config.ddp.grad_reduce_in_fp32 and model.params_dtype.itemsize >= _WIDE:
         yield "--grad-reduce-in-bf16", "gradients have the model's dtype, which is float32"
     yield from _of_data_parallelism(config.ddp, model.pipeline_model_parallel_size)
@@ -270,6 +279,19 @@ def remarks(config: RunConfig) -> Iterator[str]:
             "--grad-reduce-in-bf16 with --fp16: gradients are accumulated and reduced in float16, "
             "where sums over microbatches and ranks overflow sooner; without it in float32"
         )
+
+
+def _beyond_the_end(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Iterations that the run does not come to."""
+    end = config.training.train_iters
+    if end is None:
+        return
+    for window in parse_iterations(config.stability.iterations_to_skip or ()):
+        if window.start > end:
+            yield f"--iterations-to-skip {window.start}", f"the run ends with iteration {end}"
+    start = config.profiling.profile_step_start
+    if config.profiling.profile and start >= end:
+        yield "--profile", f"it begins after iteration {start}, and the run ends with {end}"
 
 
 def _of_reports(config: RunConfig) -> Iterator[tuple[str, str]]:

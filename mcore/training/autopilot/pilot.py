@@ -124,8 +124,13 @@ class Autopilot:
         iteration, first = state.iteration + 1, state.consumed_train_samples
         outcome = self._steps.train(state, streams, self._watch.judge if has_threshold else None)
         self._account.batch(iteration, range(first, first + outcome.global_batch_size))
-        if has_threshold and (finding := self._watch.read()).is_above_threshold:
-            self._report(_ABOVE, "update left out", finding, {})
+        if has_threshold:
+            finding = self._watch.read()
+            if finding.is_above_threshold:
+                self._report(_ABOVE, "update left out", finding, {})
+                self._count_left_out(iteration)
+            else:
+                self._left_out = 0
         return outcome
 
     def _decide(
@@ -151,14 +156,18 @@ class Autopilot:
         if returns:
             self._count_rollback(state.iteration + 1)
             return RollBack(state.iteration + 1, event)
+        self._count_left_out(state.iteration + 1)
+        return None
+
+    def _count_left_out(self, iteration: int) -> None:
+        """Bound the updates that are left out one after another."""
         self._left_out += 1
         if self._left_out > self._config.loss_spike_max_skips:
             self._give_up(
-                state.iteration + 1,
+                iteration,
                 f"{self._left_out} consecutive updates were left out (--loss-spike-max-skips "
                 f"{self._config.loss_spike_max_skips})",
             )
-        return None
 
     def _once_more(
         self,

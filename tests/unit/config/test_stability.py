@@ -18,6 +18,11 @@ def test_a_word_that_is_no_iteration_is_refused(word):
         parse_iterations([word])
 
 
+def test_all_wrong_words_are_told_beside_other_problems():
+    with pytest.raises(ConfigError, match=r"(?s)threshold.*'5-3', '0', 'a'; write"):
+        StabilityConfig(iterations_to_skip=("5-3", "7", "0", "a"), grad_norm_skip_threshold=-1.0)
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -35,6 +40,7 @@ def test_a_word_that_is_no_iteration_is_refused(word):
         {"loss_spike_skip_iterations": 3, "loss_spike_policy": "skip"},
         {"iterations_to_skip": ("x",)},
         {"alert_timeout": 0.0},
+        {"on_alert": " "},
     ],
 )
 def test_options_that_cannot_be_right_are_refused(options):

@@ -95,6 +95,11 @@ def test_what_is_not_loaded_from_nowhere():
             ["--profile-step-start", "--memory-snapshot-path"],
         ),
         ("--profile --profile-step-start 3", []),
+        ("--train-iters 6 --profile --profile-step-start 5 --iterations-to-skip 2 5-9", []),
+        ("--train-iters 6 --profile --profile-step-start 6 --iterations-to-skip 2 7 8-9",
+         ["--iterations-to-skip 7", "--iterations-to-skip 8", "--profile"]),
+        ("--loss-spike-max-skips 3", ["--loss-spike-max-skips"]),
+        ("--loss-spike-max-skips 3 --grad-norm-skip-threshold 2", []),
         (
             "--loss-spike-threshold 3 --alert-timeout 5",
             ["--loss-spike-threshold", "--alert-timeout"],

@@ -301,6 +301,18 @@ def test_the_threshold_of_the_gradient_norm_holds_with_any_policy(tmp_path, poli
     assert entry["documents"] == {"corpus": [4]}
 
 
+@pytest.mark.parametrize("policy", ["off", "report", "skip"])
+def test_updates_above_the_threshold_are_bounded_with_any_policy(tmp_path, policy):
+    numbers = [(2.0, 3.0), (2.0, 3.0), (2.0, 1.0), (2.0, 3.0), (2.0, 3.0), (2.0, 3.0)]
+    options = {"grad_norm_skip_threshold": 2.5, "loss_spike_max_skips": 2}
+    autopilot, audit = pilot(tmp_path, numbers, loss_spike_policy=policy, **options)
+    state = new_state()
+    assert len(drive(autopilot, state, 5)) == 5
+    with pytest.raises(NumericsError, match="iteration 6: 3 consecutive .*loss-spike-max-skips 2"):
+        drive(autopilot, state, 1)
+    assert [entry["iteration"] for entry in audit()] == [1, 2, 4, 5, 6]
+
+
 def test_what_ends_a_run_without_a_policy_is_told_with_its_batch(tmp_path):
     autopilot, audit = pilot(tmp_path, [(2.0, 1.0), (NAN, NAN)])
     state = new_state()
