@@ -132,6 +132,13 @@ def test_a_run_whose_gradients_stay_so_gives_up(corpus, tmp_path):
     assert audit[0]["note"] == "there is no checkpoint to go back to"
 
 
+def test_weights_that_were_bad_already_are_named_at_the_end(corpus, tmp_path):
+    """Every checkpoint has them too: no data is at fault, and going back does not help."""
+    flags = "--lr 1e38 --clip-grad 0 --save-interval 1 --loss-spike-policy rollback"
+    with pytest.raises(NumericsError, match=r"max-rollbacks\).*already not finite before the step"):
+        run(corpus, tmp_path, SINGLE, flags, iterations=20)
+
+
 # --- a document that spikes the loss
 
 

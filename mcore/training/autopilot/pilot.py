@@ -6,7 +6,7 @@ Every decision follows from numbers that all ranks have agreed on, so all ranks 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -128,7 +128,7 @@ class Autopilot:
             finding = self._watch.read()
             if finding.is_above_threshold:
                 self._report(_ABOVE, "update left out", finding, {})
-                self._count_left_out(iteration)
+                self._count_left_out(iteration, {})
             else:
                 self._left_out = 0
         return outcome
@@ -154,12 +154,12 @@ class Autopilot:
             self._detector.observe(finding.loss, finding.grad_norm)
             return None
         if returns:
-            self._count_rollback(state.iteration + 1)
+            self._count_rollback(state.iteration + 1, facts)
             return RollBack(state.iteration + 1, event)
-        self._count_left_out(state.iteration + 1)
+        self._count_left_out(state.iteration + 1, facts)
         return None
 
-    def _count_left_out(self, iteration: int) -> None:
+    def _count_left_out(self, iteration: int, facts: Mapping[str, Any]) -> None:
         """Bound the updates that are left out one after another."""
         self._left_out += 1
         if self._left_out > self._config.loss_spike_max_skips:
@@ -167,6 +167,7 @@ class Autopilot:
                 iteration,
                 f"{self._left_out} consecutive updates were left out (--loss-spike-max-skips "
                 f"{self._config.loss_spike_max_skips})",
+                facts,
             )
 
     def _once_more(
@@ -218,7 +219,7 @@ class Autopilot:
             order.event["event"],
         )
 
-    def _count_rollback(self, iteration: int) -> None:
+    def _count_rollback(self, iteration: int, facts: Mapping[str, Any]) -> None:
         """Bound the returns that bring nothing: a checkpoint with a new update ends the count."""
         self._rollbacks += 1
         if self._rollbacks > self._config.loss_spike_max_rollbacks:
@@ -226,13 +227,15 @@ class Autopilot:
                 iteration,
                 f"the run returned to a checkpoint {self._rollbacks - 1} times already without a "
                 "new update in the checkpoints since (--loss-spike-max-rollbacks)",
+                facts,
             )
 
-    def _give_up(self, iteration: int, why: str) -> NoReturn:
+    def _give_up(self, iteration: int, why: str, facts: Mapping[str, Any]) -> NoReturn:
+        last = f" The last time it was {facts['found']}." if "found" in facts else ""
         raise NumericsError(
-            f"iteration {iteration}: {why}. Nothing was saved since the last checkpoint. Look at "
-            "the data and documents in the autopilot's log, lower the learning rate, or go back "
-            "further with --ckpt-step"
+            f"iteration {iteration}: {why}.{last} Nothing was saved since the last checkpoint. "
+            "Look at the data and documents in the autopilot's log, lower the learning rate, or go "
+            "back further with --ckpt-step"
         )
 
     def tell_end(self, error: NumericsError, state: TrainState) -> None:
