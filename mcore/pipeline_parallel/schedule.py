@@ -21,6 +21,7 @@ ScheduleName: TypeAlias = Literal[
     "no-pipelining", "gpipe", "1f1b", "interleaved-1f1b", "bounded", "zb-h1", "zb-v", "custom"
 ]
 SCHEDULE_NAMES: tuple[str, ...] = get_args(ScheduleName)
+_CHOICES = [name for name in SCHEDULE_NAMES if name not in ("no-pipelining", "custom")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +104,8 @@ class Schedule:
     def __post_init__(self) -> None:
         if self.name not in SCHEDULE_NAMES:
             raise ConfigError(
-                f"unknown schedule {self.name!r}; use one of {', '.join(SCHEDULE_NAMES)}"
+                f"unknown schedule {self.name!r}; use one of {', '.join(_CHOICES)}, or file:PATH "
+                "with plans of your own"
             )
         if (self.name == "custom") != (self.custom is not None):
             raise ConfigError("plans are needed for schedule custom, and for no other")

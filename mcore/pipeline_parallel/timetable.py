@@ -8,21 +8,23 @@ from mcore.pipeline_parallel.simulate import Simulation, Span
 
 # Times are sums, so that a multiple of the unit may be off by a few last bits.
 _FUZZ = 1e-9
+_MOST_COLUMNS = 500
 
 
 def format_timetable(simulation: Simulation) -> str:
     """Draw who does what when.
 
-    A column is as long as the shortest action that takes time. An action stands in the column in
-    which it starts, dashes fill the rest of its time, dots are idle time. Every action is there: no
-    two of a rank start in the same column, unless one takes no time, and then it pushes on what
-    follows it.
+    A column is as long as the shortest action that takes time, but the step has 500 columns at
+    most. An action stands in the column in which it starts, dashes fill the rest of its time, dots
+    are idle time. Every action is there: where two of a rank would start in the same column, the
+    first pushes on what follows it.
 
     Returns:
         One line a rank, such as `rank 0  F0.0 F0.1 .... B0.0 ----`.
     """
     spans = [span for rank in simulation.spans for span in rank]
     unit = min(span.end - span.start for span in spans if span.end > span.start)
+    unit = max(unit, simulation.step_time / _MOST_COLUMNS)
     width = max(len(str(span.action)) for span in spans)
     rows = [_row(row, unit, width) for row in simulation.spans]
     columns = max(math.ceil(simulation.step_time / unit - _FUZZ), *map(len, rows))

@@ -118,8 +118,8 @@ def _even(
         low = total - total % stages - embedding - loss
         nearest = [n for n in (low, low + stages) if n > 0]
         raise ConfigError(
-            f"num_layers ({num_layers}{counted}) must be divisible by pipeline_model_parallel_size "
-            f"({pp}) x virtual stages a rank ({num_chunks}) = {stages}: use "
+            f"num_layers ({num_layers}{counted}) must be divisible by the number of stages "
+            f"({stages}: pipeline_model_parallel_size x virtual stages a rank): use "
             f"{' or '.join(map(str, nearest))} layers, or give the first or last stage its own "
             f"number (--decoder-first-pipeline-num-layers, --decoder-last-pipeline-num-layers)"
         )

@@ -87,7 +87,7 @@ def test_a_skipped_update_changes_no_bit():
         ({"exp_avg_dtype": "fp16"}, "a scale for every tensor"),
         ({"exp_avg_sq_dtype": "fp8"}, "a scale for every tensor"),
         ({"main_params_dtype": "fp16"}, "a scale for every tensor"),
-        ({"exp_avg_dtype": "bf16", "optimizer": "lion"}, "needs optimizer adam"),
+        ({"exp_avg_dtype": "bf16", "optimizer": "lion"}, "needs `optimizer` adam"),
         ({"optimizer_offload_fraction": 1.5}, "from 0 to 1"),
         ({"optimizer_cpu_offload": True, "optimizer": "muon"}, "exclude each other"),
     ],

@@ -75,7 +75,7 @@ def test_a_file_without_every_backward_is_refused(text, message, forward_only):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"name": "zb"}, "unknown schedule 'zb'; use one of no-pipelining, gpipe"),
+        ({"name": "zb"}, "unknown schedule 'zb'; use one of gpipe, .*, zb-v, or file:PATH"),
         ({"name": "1f1b", "num_chunks": 2}, "use interleaved-1f1b or zb-v"),
         ({"name": "zb-v"}, "schedule zb-v runs two model chunks a rank, got 1"),
         ({"name": "1f1b", "max_in_flight": 2}, "--max-in-flight-microbatches belongs to"),

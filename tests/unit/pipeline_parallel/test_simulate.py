@@ -176,6 +176,7 @@ SCHEDULES = [
 ODD_COSTS = [
     *(Costs(communication=0.5), Costs(1, 1.1, 0.7, 0.3), Costs(0.3, 0.1, 0.2), Costs(1, 1, 0)),
     *(Costs(3, 0.7, 1.9, 0.05), Costs(1e-3, 2e-3, 1.5e-3, 1e-4), Costs(7, 3, 2)),
+    *(Costs(1e6, 2, 1, 1), Costs(1, 1, 1, 1e5)),
 ]
 
 
@@ -186,6 +187,7 @@ def test_every_action_stands_in_the_table_in_order(schedule, costs):
         pipeline = build_pipeline(schedule, pp, m)
         result = simulate(pipeline.plans, pipeline.placement, costs, pipeline.programs)
         rows = [line.split()[2:] for line in format_timetable(result).splitlines()]
+        assert max(map(len, rows)) < 700  # 500, and what short actions push on
         shown = [[cell for cell in row if cell[0] not in ".-"] for row in rows]
         assert shown == [list(map(str, plan)) for plan in pipeline.plans]
 
