@@ -43,7 +43,8 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--schedule",
         help=f"one of {', '.join(_NAMES)}, or file:PATH with one line of actions a rank, which "
-        "says the sizes itself; default: 1f1b, interleaved-1f1b with several chunks a rank",
+        "says the sizes itself; default: 1f1b, interleaved-1f1b with several chunks a rank, "
+        "bounded with --max-in-flight-microbatches",
     )
     parser.add_argument(
         "--group",
@@ -60,7 +61,11 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         ("--cost-f", 1.0, "a chunk's forward"),
         ("--cost-b", 1.0, "the input-gradient part of a chunk's backward"),
         ("--cost-w", 1.0, "the weight-gradient part; a backward that is not split is b + w"),
-        ("--cost-comm", 0.0, "a message between two ranks"),
+        (
+            "--cost-comm",
+            0.0,
+            "a message between two ranks; a rank posts its batches of them one after another",
+        ),
     ):
         parser.add_argument(flag, type=float, default=default, help=f"time of {meaning}")
     parser.add_argument(
@@ -136,7 +141,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _schedule(args: argparse.Namespace) -> Schedule:
-    name: Any = args.schedule or ("interleaved-1f1b" if (args.vpp or 1) > 1 else "1f1b")
+    name: Any = args.schedule or _default(args)
     if name.startswith("file:"):
         return _from_file(args, name.removeprefix("file:"))
     if name not in _NAMES:
@@ -149,6 +154,13 @@ def _schedule(args: argparse.Namespace) -> Schedule:
         most = max(1, args.pp // 2)
     chunks = _CHUNKS.get(name, 1) if args.vpp is None else args.vpp
     return Schedule(name=name, num_chunks=chunks, group=args.group, max_in_flight=most)
+
+
+def _default(args: argparse.Namespace) -> str:
+    """What training would choose with the same options, see `plan_pipeline`."""
+    if args.max_in_flight_microbatches is not None:
+        return "bounded"
+    return "interleaved-1f1b" if (args.vpp or 1) > 1 else "1f1b"
 
 
 def _from_file(args: argparse.Namespace, path: str) -> Schedule:

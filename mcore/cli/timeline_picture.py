@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
+from math import ceil
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
@@ -31,7 +32,7 @@ _INK, _PAPER, _IDLE, _LINE = (33, 37, 41), (255, 255, 255), (233, 236, 239), (17
 _LEFT, _RIGHT, _ROW, _GAP, _HEAD, _FOOT = 66, 24, 30, 4, 34, 52
 _FONT, _TITLE_FONT = 12, 15
 _WIDEST = 1800
-_TICKS = 12
+_TICKS, _TICK_DISTANCE = 12, 44
 
 
 class Rectangle(NamedTuple):
@@ -82,11 +83,13 @@ def draw_timelines(timelines: Sequence[Timeline], path: str) -> None:
         ConfigError: another ending, or a file that cannot be written.
     """
     target = Path(path)
-    if target.suffix not in (".svg", ".png"):
+    kind = target.suffix.lower()
+    if kind not in (".svg", ".png"):
         raise ConfigError(f"--plot writes .svg and .png, got {path}")
     width, height, shapes = _lay_out(timelines)
     try:
-        if target.suffix == ".svg":
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if kind == ".svg":
             target.write_text(_svg(width, height, shapes), encoding="utf-8")
         else:
             _png(width, height, shapes).save(target)
@@ -111,7 +114,16 @@ def _lay_out(timelines: Sequence[Timeline]) -> tuple[int, int, list[Shape]]:
         shapes += _timeline(timeline, scale, top)
         top += _HEAD + len(timeline.simulation.spans) * (_ROW + _GAP) + _FOOT
     shapes += _legend(timelines, top - 12)
-    return int(max(_LEFT + _RIGHT + scale * longest, 620)), top + 24, shapes
+    width = max(_LEFT + scale * longest, *map(_right_edge, shapes)) + _RIGHT
+    return ceil(width), top + 24, shapes
+
+
+def _right_edge(shape: Shape) -> float:
+    """Where a shape ends; a browser's letters may be a little wider than Pillow's."""
+    if isinstance(shape, Rectangle):
+        return shape.x + shape.width
+    length = 1.1 * ImageFont.load_default(shape.size).getlength(shape.text)
+    return shape.x + {"start": length, "middle": length / 2, "end": 0.0}[shape.anchor]
 
 
 def _timeline(timeline: Timeline, scale: float, top: int) -> Iterator[Shape]:
@@ -137,7 +149,7 @@ def _timeline(timeline: Timeline, scale: float, top: int) -> Iterator[Shape]:
 
 def _axis(step_time: float, scale: float, y: float) -> Iterator[Shape]:
     yield Rectangle(_LEFT, y + 2, scale * step_time, 1, _LINE)
-    step = _round_step(step_time / _TICKS)
+    step = _round_step(max(step_time / _TICKS, _TICK_DISTANCE / scale))
     for tick in range(int(step_time / step) + 1):
         x = _LEFT + scale * tick * step
         yield Rectangle(x, y + 2, 1, 5, _LINE)

@@ -109,10 +109,15 @@ class Schedule:
             )
         if (self.name == "custom") != (self.custom is not None):
             raise ConfigError("plans are needed for schedule custom, and for no other")
-        if (self.name == "bounded") != (self.max_in_flight is not None):
+        if self.name == "bounded" and self.max_in_flight is None:
             raise ConfigError(
-                "--max-in-flight-microbatches belongs to schedule bounded, which needs it; the "
-                f"schedule is {self.name} and the number {self.max_in_flight}"
+                "schedule bounded needs --max-in-flight-microbatches N, the microbatches that a "
+                "rank may hold"
+            )
+        if self.name != "bounded" and self.max_in_flight is not None:
+            raise ConfigError(
+                f"--max-in-flight-microbatches ({self.max_in_flight}) belongs to schedule bounded, "
+                f"not to {self.label}; drop it"
             )
         if self.group is not None and self.name != "interleaved-1f1b":
             raise ConfigError(

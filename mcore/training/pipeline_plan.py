@@ -117,7 +117,7 @@ def read_schedule(path: str) -> CustomPlans:
         ScheduleError: it is no schedule.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"schedule file:{path} cannot be read: {error}") from error
     return parse_schedule(text, path)

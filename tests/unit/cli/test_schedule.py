@@ -1,13 +1,16 @@
 from __future__ import annotations
 
 import argparse
+import codecs
 import json
 import re
+from collections import defaultdict
+from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from PIL import Image
+from PIL import Image, ImageFont
 
 from mcore.cli import schedule
 from mcore.errors import ConfigError, ScheduleError
@@ -77,6 +80,8 @@ def test_files(capsys, tmp_path):
     assert "rank 0  F0.0 F0.1 .... .... B0.0 ---- .... B0.1 ----" in out
     with pytest.raises(ConfigError, match=r"good\.csv is a schedule for 2 microbatches, and 3"):
         run(capsys, "--schedule", f"file:{good}", "--microbatches", "3")
+    good.write_bytes(codecs.BOM_UTF8 + good.read_bytes())
+    assert run(capsys, "--schedule", f"file:{good}") == out
     bad = tmp_path / "bad.txt"
     bad.write_text("F0.0 B0.0 F0.1 B0.1\nF0.0 F0.1 B0.0 B0.1\n")
     with pytest.raises(ScheduleError, match=r"rank 0, action B0\.0: deadlock"):
@@ -116,6 +121,39 @@ def test_pictures(capsys, tmp_path, options):
         assert len(image.getcolors(1 << 20)) > 6
 
 
+@pytest.mark.parametrize(
+    "sizes",
+    ["--pp 1 --microbatches 1", "--pp 2 --microbatches 3", "--pp 2 --microbatches 1 --compare"],
+)
+def test_small_pictures_are_whole(capsys, tmp_path, sizes):
+    """No text runs over the edge or into its neighbour; the folder is made, in capitals too."""
+    drawn = tmp_path / "new" / "folder" / "TIMELINE.SVG"
+    run(capsys, *sizes.split(), "--plot", str(drawn))
+    root = ElementTree.parse(drawn).getroot()
+    font = {size: ImageFont.load_default(size) for size in (12, 15)}
+    lines = defaultdict(list)
+    for text in root.findall("{*}text"):
+        length = font[int(text.get("font-size"))].getlength(text.text)
+        before = {"start": 0, "middle": length / 2, "end": length}[text.get("text-anchor")]
+        start = float(text.get("x")) - before
+        assert start >= 0, text.text
+        assert start + length <= int(root.get("width")) - 5, text.text
+        lines[text.get("y")].append((start, start + length))
+    for ends in lines.values():
+        for (_, end), (start, _) in pairwise(sorted(ends)):
+            assert start > end + 1
+
+
+def test_the_default_is_what_training_would_choose(capsys):
+    for flags, name in (
+        ("", "1f1b"),
+        ("--vpp 2", "interleaved-1f1b"),
+        ("--max-in-flight-microbatches 1", "bounded"),
+    ):
+        record = json.loads(run(capsys, *f"--pp 2 --microbatches 4 {flags} --json".split()))
+        assert record["schedule"] == name
+
+
 def test_what_does_not_fit(capsys, tmp_path):
     sizes = ["--pp", "2", "--microbatches", "2"]
     with pytest.raises(ConfigError, match="use interleaved-1f1b"):
@@ -138,7 +176,7 @@ def test_what_does_not_fit(capsys, tmp_path):
             run(capsys, *sizes, *cost)
     with pytest.raises(ConfigError, match="cannot be read"):
         run(capsys, "--schedule", f"file:{tmp_path}/none.csv")
-    with pytest.raises(ConfigError, match=r"--plot .*none/a\.svg cannot be written"):
-        run(capsys, *sizes, "--plot", str(tmp_path / "none" / "a.svg"))
+    with pytest.raises(ConfigError, match=r"--plot .*empty\.txt/a\.svg cannot be written"):
+        run(capsys, *sizes, "--plot", str(tmp_path / "empty.txt" / "a.svg"))
     with pytest.raises(ConfigError, match=r"--plot writes \.svg and \.png"):
         run(capsys, *sizes, "--plot", str(tmp_path / "a.gif"))
