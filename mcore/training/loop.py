@@ -13,7 +13,7 @@ from mcore.data.gpt_dataset import SampleDataset
 from mcore.data.provenance import build_sampler
 from mcore.data.samplers import Sampler
 from mcore.data.token_budget import BudgetedConversations
-from mcore.errors import CheckpointError
+from mcore.errors import CheckpointError, NumericsError
 from mcore.log import get_logger
 from mcore.training import checkpointing
 from mcore.training.autopilot import Autopilot, RollBack
@@ -25,6 +25,7 @@ from mcore.training.garbage import collect_if_due
 from mcore.training.initialize import Runtime
 from mcore.training.logging import RunLog
 from mcore.training.memory_watch import MemoryWatch
+from mcore.training.non_finite import broken_weights
 from mcore.training.replica_check import check_replicas
 from mcore.training.settling import settle
 from mcore.training.setup import TrainState, follow_data_order
@@ -98,8 +99,7 @@ class Run:
                 self.exits.ask()
                 if self._evaluation_is_due():
                     self.evaluate("valid", 1)
-                if self._save_is_due():
-                    self.save()
+                if self._save_is_due() and self.save():
                     saved = state.iteration
                 if self._exit_is_due():
                     get_logger().info("exiting at iteration %d (--exit-interval)", state.iteration)
@@ -110,8 +110,12 @@ class Run:
         self.log.end_interval(state)
         for chunk in state.chunks:
             chunk.finish_param_sync()
-        if options.save is not None and saved != state.iteration:
-            self.save()
+        if options.save is not None and saved != state.iteration and not self.save():
+            raise NumericsError(
+                f"iteration {state.iteration}: the run ends with weights that are not finite, and "
+                "nothing was saved since they were. Lower the learning rate, or look at "
+                "--loss-spike-policy"
+            )
         self._say_goodbye()
 
     def _advance(self, streams: list[BatchStream]) -> bool:
@@ -209,10 +213,18 @@ class Run:
         finally:
             close(streams)
 
-    def save(self) -> None:
-        """Write a checkpoint of the finished iteration."""
+    def save(self) -> bool:
+        """Write a checkpoint of the finished iteration; False where nobody could go on from it."""
         settle(self.state)
         self.log.flush()
+        broken = broken_weights(self.state.chunks, self.runtime.ctx)
+        if broken:
+            get_logger().error(
+                "iteration %d is NOT SAVED, and older checkpoints are kept: not finite is %s",
+                self.state.iteration,
+                broken,
+            )
+            return False
         began = time.perf_counter()
         self.state.autopilot = self.autopilot.saving(self.state.iteration)
         checkpointing.save(self.state, self.config, self.runtime.ctx, self.writer)
@@ -220,6 +232,7 @@ class Run:
         self.log.phases({"save-checkpoint": time.perf_counter() - began})
         self.log.progress("saved", self.state)
         self.log.restart_clock()
+        return True
 
     def _streams(
         self, dataset: SampleDataset, consumed_samples: int, measured: Measurement | None = None

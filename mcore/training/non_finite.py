@@ -164,6 +164,16 @@ def find(evidence: Evidence, chunks: Sequence[DataParallelModule]) -> list[NonFi
     )
 
 
+def broken_weights(chunks: Sequence[DataParallelModule], ctx: ParallelContext) -> str:
+    """Names and ranks of parameters that are not finite, in words; empty where all are. As `find`.
+
+    Args:
+        chunks: model chunks.
+        ctx: groups.
+    """
+    return _names(find(Evidence(ctx), chunks), "parameter")
+
+
 class CloseLook(NamedTuple):
     """What was found, and whether it was there when the step was computed again.
 

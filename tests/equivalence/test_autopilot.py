@@ -10,7 +10,7 @@ import os
 import pytest
 import torch
 
-from mcore.checkpoint import read_common, read_tensors
+from mcore.checkpoint import complete_iterations, read_common, read_tensors
 from mcore.errors import NumericsError
 from mcore.training.pretrain import pretrain
 from tests.equivalence.faults import POISONED, NanGradient, write_poisoned_corpus
@@ -132,11 +132,33 @@ def test_a_run_whose_gradients_stay_so_gives_up(corpus, tmp_path):
     assert audit[0]["note"] == "there is no checkpoint to go back to"
 
 
-def test_weights_that_were_bad_already_are_named_at_the_end(corpus, tmp_path):
-    """Every checkpoint has them too: no data is at fault, and going back does not help."""
-    flags = "--lr 1e38 --clip-grad 0 --save-interval 1 --loss-spike-policy rollback"
+BREAKING = "--lr 1e38 --clip-grad 0 --save-interval 1"
+
+
+def test_weights_that_are_not_finite_are_never_saved(corpus, tmp_path):
+    """Going back finds good ones each time; that no data is at fault is told at the end."""
+    flags = f"{BREAKING} --loss-spike-policy rollback"
     with pytest.raises(NumericsError, match=r"max-rollbacks\).*already not finite before the step"):
         run(corpus, tmp_path, SINGLE, flags, iterations=20)
+    saved = complete_iterations(tmp_path)
+    assert saved[0] == 1
+    assert saved[-1] == 7
+    for iteration in saved:
+        tensors = read_tensors(tmp_path, iteration=iteration)
+        assert all(bool(tensor.isfinite().all()) for tensor in tensors.values())
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("layout", "options"),
+    [(Layout(pp=2), ""), (Layout(dp=2), "--zero-stage 3 --loss-spike-policy report")],
+    ids=layout_id,
+)
+def test_a_run_whose_last_update_broke_its_weights_fails(corpus, tmp_path, layout, options):
+    message = "iteration 2: the run ends with weights that are not finite"
+    with pytest.raises(Exception, match=message):
+        run(corpus, tmp_path, layout, f"{BREAKING} {options}", iterations=2)
+    assert complete_iterations(tmp_path) == [1]
 
 
 # --- a document that spikes the loss
