@@ -182,8 +182,8 @@ class Report:
         for rank in self.memory:
             which = f"pipeline rank {rank.pipeline_rank}" if pp > 1 else "each rank"
             yield (
-                f"memory        {which}: {_gib(rank.between_steps)} between steps, "
-                f"{_gib(rank.peak)} at the peak ({_gib(rank.activations)} of activations); "
+                f"memory        {which}: {_bytes(rank.between_steps)} between steps, "
+                f"{_bytes(rank.peak)} at the peak ({_bytes(rank.activations)} of activations); "
                 "predicted, without what CUDA and NCCL take"
             )
 
@@ -264,8 +264,8 @@ def _num_parameters(config: RunConfig) -> int:
     return count_parameters(whole, layers, pre_process=True, post_process=True).total
 
 
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB"
+def _bytes(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
 
 
 def _shown(value: Any) -> str:

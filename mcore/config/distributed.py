@@ -85,8 +85,8 @@ class DistributedDataParallelConfig:
             return
         if self.use_distributed_optimizer and strategy not in (None, "optim"):
             yield (
-                f"use_distributed_optimizer means data_parallel_sharding_strategy optim, which is "
-                f"{strategy}; drop one of the two"
+                "use_distributed_optimizer means data_parallel_sharding_strategy optim (ZeRO 1), "
+                f"but {strategy} is asked for as well; drop one of the two"
             )
         if self.sharding_stage == 0:
             for name in ("overlap_param_gather", "reshard_every_microbatch"):

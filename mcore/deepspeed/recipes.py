@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from mcore.config.command_line import did_you_mean
@@ -59,12 +59,15 @@ def take_optimizer(translation: Translation, path: str, block: Mapping[str, Any]
     name = str(block.get("type", ""))
     if name.lower() not in _OPTIMIZERS:
         translation.refuse(f"{path}.type", name, "use Adam, AdamW, Lion or SGD")
+        _check_known(
+            translation, f"{path}.params", params, [rules for _, rules in _OPTIMIZERS.values()]
+        )
         return
     kind, rules = _OPTIMIZERS[name.lower()]
     translation.set(f"{path}.type", "optimizer", "optimizer", kind)
     if name.lower() == "adamw" and params.get("adam_w_mode") is False:
         translation.refuse(f"{path}.params.adam_w_mode", False, "the type is AdamW; write Adam")
-        return
+        params = {key: value for key, value in params.items() if key != "adam_w_mode"}
     if kind == "sgd":
         translation.set(f"{path}.type", "optimizer", "decoupled_weight_decay", False)
         translation.open(f"{path}.params.momentum", "optimizer", "sgd_momentum", "0", "momentum")
@@ -85,10 +88,12 @@ def take_scheduler(translation: Translation, path: str, block: Mapping[str, Any]
             f"use {', '.join(_SCHEDULERS)}, or the flags --lr-decay-style and --lr-warmup-iters"
             f"{did_you_mean(name, _SCHEDULERS)}",
         )
+        _check_known(
+            translation, f"{path}.params", params, [rules for _, rules, _ in _SCHEDULERS.values()]
+        )
         return
     if translation.given("training", "train_samples") is not None:
         translation.refuse(f"{path}.type", name, "it counts steps: train by --train-iters")
-        return
     style, rules, build = _SCHEDULERS[name]
     translation.set(f"{path}.type", "scheduler", "lr_decay_style", style)
     curve = params.get("warmup_type", "log")
@@ -190,6 +195,17 @@ def apply_rules(
             )
         elif not is_auto(value):
             rules[key](translation, where, value)
+
+
+def _check_known(
+    translation: Translation,
+    path: str,
+    values: Mapping[str, Any],
+    tables: Sequence[Mapping[str, Rule]],
+) -> None:
+    """Apply the rules of keys that any table has; the type that would tell which is at fault."""
+    known = {key: rule for rules in tables for key, rule in rules.items()}
+    apply_rules(translation, path, {k: v for k, v in values.items() if k in known}, known)
 
 
 def _parameters(

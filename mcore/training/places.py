@@ -65,6 +65,7 @@ def absent_files(sections: Mapping[str, Any], data_files: DataFiles) -> tuple[li
     if load is not None and not Path(load).exists():
         absent.append(load)
     problems += as_far_as_known(_directory_problems, sections["checkpoint"], True)
+    problems += _output_problems(sections, may_be_elsewhere=True)
     return absent, problems
 
 
@@ -148,26 +149,34 @@ _FILES = {
 }
 
 
-def _output_problems(sections: Mapping[str, Any]) -> Iterator[str]:
-    """Places that rank 0 writes to and cannot."""
+def _output_problems(
+    sections: Mapping[str, Any], *, may_be_elsewhere: bool = False
+) -> Iterator[str]:
+    """Places that rank 0 writes to and cannot; elsewhere its permissions are others."""
     for is_folder, places in ((True, _FOLDERS), (False, _FILES)):
         for flag, (section, field) in places.items():
             path = value_if_known(sections[section], field)
-            problem = None if path is None else _why_not_written(Path(path), is_folder)
+            problem = None
+            if path is not None:
+                problem = _why_not_written(Path(path), is_folder, may_be_elsewhere)
             if problem is not None:
                 yield f"{flag} {path} cannot be written: {problem}"
 
 
-def _why_not_written(path: Path, is_folder: bool) -> str | None:
+def _why_not_written(path: Path, is_folder: bool, may_be_elsewhere: bool) -> str | None:
     """What stands against a file or folder at a path, as far as it can be seen without trying."""
+
+    def allows(mode: int, place: Path) -> bool:
+        return may_be_elsewhere or os.access(place, mode)
+
     try:
         if path.exists():
             if path.is_dir() != is_folder:
                 return "it is a file" if is_folder else "it is a directory"
-            return None if os.access(path, os.W_OK) else "permission is denied"
+            return None if allows(os.W_OK, path) else "permission is denied"
         parent = next(above for above in path.absolute().parents if above.exists())
         if not parent.is_dir():
             return f"{parent} is a file"
     except (OSError, ValueError) as error:
         return str(error)
-    return None if os.access(parent, os.W_OK | os.X_OK) else f"permission is denied in {parent}"
+    return None if allows(os.W_OK | os.X_OK, parent) else f"permission is denied in {parent}"

@@ -135,6 +135,8 @@ def test_nothing_is_started(capsys, monkeypatch):
         ),
         ("--profile --use-pytorch-profiler --profile-ranks 99", "the job has ranks 0 to 3"),
         ("--profile --device cpu", "--use-pytorch-profiler"),
+        ("--metrics-jsonl empty", "--metrics-jsonl empty cannot be written: it is a directory"),
+        ("--save /dev/null/s --save-interval 5", "--save /dev/null/s cannot be written: /dev/null"),
     ],
 )
 def test_what_pretraining_refuses_is_refused(capsys, tmp_path, monkeypatch, words, fragment):
@@ -153,7 +155,7 @@ def test_what_pretraining_refuses_is_refused(capsys, tmp_path, monkeypatch, word
 
 def test_files_of_the_job_need_not_be_here(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    words = "--load elsewhere --save there --save-interval 5 --metrics-jsonl /dev/null/elsewhere"
+    words = "--load elsewhere --save there --save-interval 5 --metrics-jsonl /nowhere/m.jsonl"
     status, shown = check(capsys, *COMMAND, "--world-size", "4", *words.split())
     assert status == 0
     assert "absent        elsewhere is not on this machine" in shown.out.splitlines()

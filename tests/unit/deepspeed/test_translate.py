@@ -245,6 +245,18 @@ def test_what_is_not_read_is_refused_by_its_path(config, fragments):
         assert fragment in problem
 
 
+def test_a_wrong_type_does_not_hide_wrong_values():
+    optimizer = {"type": "OneBitAdam", "params": {"lr": "much", "freeze_step": 4, "betas": [1]}}
+    scheduler = {"type": "OneCycle", "params": {"warmup_num_steps": -0.5, "cycle_min_lr": 1}}
+    problems = read({"optimizer": optimizer, "scheduler": scheduler}).problems
+    paths = ["optimizer.type", "optimizer.params.lr", "optimizer.params.betas", "scheduler.type",
+             "scheduler.params.warmup_num_steps"]  # fmt: skip
+    assert [problem.split()[0] for problem in problems] == paths
+    adamw = {"type": "AdamW", "params": {"adam_w_mode": False, "eps": "tiny"}}
+    problems = read({"optimizer": adamw}).problems
+    assert [problem.split()[0].split(".")[-1] for problem in problems] == ["adam_w_mode", "eps"]
+
+
 def test_keys_without_effect_are_told_by_path_and_reason():
     zero = {"stage": 3, "stage3_max_live_parameters": 1e9, "sub_group_size": 1e9,
             "contiguous_gradients": False}  # fmt: skip
