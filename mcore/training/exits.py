@@ -30,6 +30,8 @@ class Exits:
 
     Attributes:
         reason: why all ranks have agreed to leave, or None.
+        has_moved: this process has made a step. Before that its time may be over without effect, so
+            that a job which is started again and again gets on.
     """
 
     def __init__(self, config: RunConfig, runtime: Runtime, watch: SignalWatch | None) -> None:
@@ -40,6 +42,7 @@ class Exits:
         minutes = options.exit_duration_in_mins
         self._duration = None if minutes is None else 60.0 * minutes
         self.reason: str | None = None
+        self.has_moved = options.skip_train  # which makes none
         self._save = False
         if watch is None:
             return
@@ -65,6 +68,7 @@ class Exits:
         if self._watch is not None:
             number, save = self._watch.exit_signal or 0, self._watch.take_save()
         late = self._duration is not None and time.monotonic() - self._began > self._duration
+        late = late and self.has_moved
         own = torch.tensor([number, save, late], dtype=torch.int64, device="cpu")
         number, save, late = all_reduce_(own, self._host, "max").tolist()
         self._save = self._save or bool(save)

@@ -132,6 +132,7 @@ class Run:
             self._go_back(result, streams)
             return False
         self.log.step(state, result)
+        self.exits.has_moved = True
         return True
 
     def _go_back(self, order: RollBack, streams: list[BatchStream]) -> None:

@@ -81,6 +81,8 @@ def test_the_time_counts_from_the_start_of_the_process(clock):
     clock.now = 130.0
     assert made.ask() is False
     clock.now = 130.1
+    assert made.ask() is False  # nothing was done yet, and a restart would not do more
+    made.has_moved = True
     assert made.ask() is True
     assert made.reason == "--exit-duration-in-mins"
     with pytest.raises(ConfigError, match="`exit_duration_in_mins` is 0"):
@@ -104,7 +106,14 @@ def test_what_options_do_to_the_signals(options, calls):
 
 def test_without_a_watch_the_time_counts_all_the_same(clock):
     made = make(None, exit_duration_in_mins=1)
+    made.has_moved = True
     assert made.ask() is False
+    clock.now += 61
+    assert made.ask() is True
+
+
+def test_the_time_ends_a_measurement_too(clock):
+    made = make(Watch(), exit_duration_in_mins=1, skip_train=True)
     clock.now += 61
     assert made.ask() is True
 
