@@ -14,7 +14,7 @@ from mcore.data.provenance import build_sampler
 from mcore.data.samplers import Sampler
 from mcore.data.token_budget import BudgetedConversations
 from mcore.errors import CheckpointError, NumericsError
-from mcore.log import get_logger
+from mcore.log import get_logger, warn_alike
 from mcore.training import checkpointing
 from mcore.training.autopilot import Autopilot, RollBack
 from mcore.training.batches import BatchStream, build_stream
@@ -174,7 +174,7 @@ class Run:
                 "exiting at iteration %d (%s)", self.state.iteration, self.exits.reason
             )
         if self.state.iteration < self.resolved.train_iters and self.config.checkpoint.save is None:
-            get_logger().warning("the run ends early, and nothing is saved without --save")
+            warn_alike("the run ends early, and nothing is saved without --save")
 
     def evaluate(self, split: str, dataset: int) -> float | None:
         """Measure the loss on the validation (1) or test (2) set; training never notices.
@@ -220,7 +220,7 @@ class Run:
         self.log.flush()
         broken = broken_weights(self.state.chunks, self.runtime.ctx)
         if broken:
-            get_logger().error(
+            warn_alike(
                 "iteration %d is NOT SAVED, and older checkpoints are kept: not finite is %s",
                 self.state.iteration,
                 broken,
@@ -272,7 +272,7 @@ class Run:
     def _save_is_due(self) -> bool:
         options, asked = self.config.checkpoint, self.exits.take_save()
         if asked and options.save is None:
-            get_logger().warning("SIGUSR1: nothing is saved without --save")
+            warn_alike("SIGUSR1: nothing is saved without --save")
             return False
         interval = options.save_interval
         return asked or (interval is not None and self.state.iteration % interval == 0)

@@ -99,11 +99,8 @@ def tokenizer_files(tokenizer: TokenizerConfig) -> list[str]:
 def _input_files(
     sections: Mapping[str, Any], data_files: DataFiles | None
 ) -> Iterator[str | DataError]:
-    """Files of tokenizer, schedule and data; an error where the data's cannot be told."""
+    """Files of tokenizer and data; an error where the data's cannot be told."""
     yield from as_far_as_known(tokenizer_files, sections["tokenizer"])
-    schedule = value_if_known(sections["pipeline"], "pipeline_schedule")
-    if schedule is not None and schedule.startswith("file:"):
-        yield schedule.removeprefix("file:")
     if data_files is None:
         return
     try:

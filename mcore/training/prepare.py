@@ -10,7 +10,7 @@ from typing import Any
 from mcore.config.checkpoint import CheckpointConfig
 from mcore.config.checks import can_be_scheduled, problems_between
 from mcore.config.fields import AtFaultError, refuse
-from mcore.config.partial import as_far_as_known, without
+from mcore.config.partial import as_far_as_known, value_if_known, without
 from mcore.config.run import RunConfig, microbatch_counts
 from mcore.data.blend import dangling_weight
 from mcore.errors import CheckpointError, McoreError
@@ -24,7 +24,7 @@ from mcore.training.arguments import (
 )
 from mcore.training.deepspeed_options import with_deepspeed, write_resolved
 from mcore.training.initialize import Launch
-from mcore.training.pipeline_plan import plan_pipeline, plan_split, prove_pipeline
+from mcore.training.pipeline_plan import plan_pipeline, plan_split, prove_pipeline, read_schedule
 from mcore.training.places import DataFiles, problems_here
 from mcore.training.save_roots import has_start, make_root
 from mcore.training.scalars import missing_packages
@@ -159,9 +159,12 @@ def _dangling_weights(arguments: Arguments) -> Iterator[str]:
 
 def _schedule_problems(config: RunConfig, world_size: int) -> list[str]:
     """What is wrong with the schedule, which is simulated where all that it rests on is right."""
-    if not can_be_scheduled(config, world_size):
-        return []
+    schedule = value_if_known(config.pipeline, "pipeline_schedule")
     try:
+        if schedule is not None and schedule.startswith("file:"):
+            read_schedule(schedule.removeprefix("file:"))
+        if not can_be_scheduled(config, world_size):
+            return []
         pipeline = plan_pipeline(config)
         plan_split(config, pipeline)
         prove_pipeline(pipeline, microbatch_counts(config, world_size))

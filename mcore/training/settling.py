@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from mcore.errors import NumericsError
-from mcore.log import get_logger
+from mcore.log import warn_alike
 from mcore.training.non_finite import describe, find, look_closely, refuse
 from mcore.training.setup import TrainState
 
@@ -56,4 +56,4 @@ def settle(state: TrainState) -> None:
 
 def _warn(state: TrainState, what: str, applied: float) -> None:
     update = "was made" if applied else "was left out"
-    get_logger().warning("iteration %d: %s; its update %s", state.iteration, what, update)
+    warn_alike("iteration %d: %s; its update %s", state.iteration, what, update)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from mcore.log import get_logger
+from mcore.log import get_logger, warn_alike
 from mcore.training.autopilot.audit import AuditLog
 from mcore.training.autopilot.detector import Limits
 from mcore.training.autopilot.watch import Finding
@@ -101,7 +101,7 @@ class Account:
             because: kind of event.
         """
         first, last = window.start, window.stop - 1
-        get_logger().warning(
+        warn_alike(
             "BACK to iteration %d; the data of iterations %d to %d is passed over",
             checkpoint,
             first,

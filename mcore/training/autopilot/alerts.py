@@ -55,7 +55,11 @@ class Alerts:
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
             self._is_closed.set()
-            get_logger().warning("--on-alert: messages were left when the run ended")
+            waiting = sum(message is not None for message in list(self._messages.queue))
+            get_logger().warning(
+                "--on-alert: the run ended while the command ran, and %d more messages were left",
+                waiting,
+            )
 
     def _work(self) -> None:
         while (message := self._messages.get()) is not None and not self._is_closed.is_set():

@@ -148,7 +148,7 @@ def test_the_command_line_itself_is_fine():
          ["--log-interval is 0", "--tensorboard-dir /dev/null/t cannot be written"]),
         (1, "--tensorboard-dir /dev/null/t", ["--tensorboard-dir /dev/null/t cannot be written"]),
         (2, "--pipeline-model-parallel-size 2 --pipeline-schedule file:plan --seed 0",
-         ["plan is not there", "--seed is 0"]),
+         ["2 problems", "schedule file:plan cannot be read", "--seed is 0"]),
         (1, "--autopilot-log /", ["--autopilot-log / cannot be written: it is a directory"]),
         (1, "--save /dev/null/s --save-interval 1", ["--save /dev/null/s cannot be written"]),
         (1, "--tokenizer-type HuggingFaceTokenizer --vocab-size - --tokenizer-model gone --lr -",
