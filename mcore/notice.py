@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 import sys
+import weakref
 
 _BYTES = 128
 
@@ -38,11 +39,15 @@ def own_notice() -> Notice:
     """A line of this process, which others can open where the kernel is Linux."""
     if sys.platform == "linux":
         try:
-            descriptor = os.memfd_create("mcore-notice")  # stays open, for the others
+            descriptor = os.memfd_create("mcore-notice")
             os.ftruncate(descriptor, _BYTES)
-            return Notice(mmap.mmap(descriptor, _BYTES), f"/proc/{os.getpid()}/fd/{descriptor}")
+            memory = mmap.mmap(descriptor, _BYTES)
         except OSError:  # not allowed here
-            pass
+            return Notice(bytearray(_BYTES))
+        notice = Notice(memory, f"/proc/{os.getpid()}/fd/{descriptor}")
+        # The others open it by its number, as long as this process has the notice.
+        weakref.finalize(notice, os.close, descriptor).atexit = False
+        return notice
     return Notice(bytearray(_BYTES))
 
 

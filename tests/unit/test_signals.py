@@ -199,6 +199,19 @@ def test_at_the_end_the_thread_is_gone_and_signals_kill(start):
     assert process.wait(SECONDS) == -signal.SIGTERM
 
 
+def test_a_watch_that_has_ended_leaves_nothing_open(start):
+    """A program may train several times, one after the other."""
+    process = start("""
+        watch.end()
+        del watch
+        before = os.listdir("/proc/self/fd")
+        for _ in range(3):
+            install().end()
+        print(len(os.listdir("/proc/self/fd")) - len(before))
+    """)
+    assert rest(process) == "0\n"
+
+
 def test_there_is_one_watch(start):
     process = start("print(install() is watch)")
     assert rest(process) == "True\n"
