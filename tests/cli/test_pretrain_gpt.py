@@ -130,6 +130,45 @@ pretrain(datasets_provider, model_provider, forward_step)
 """
 
 
+#: One rank's gradient is not a number as often as the first word says.
+FAULTY_GRADIENT = """
+import sys
+from mcore.training import pretrain
+from mcore.training.gpt import datasets_provider, model_provider
+from tests.equivalence.faults import NanGradient
+
+fault = NanGradient(rank=int(sys.argv.pop(1)), iteration=2, times=int(sys.argv.pop(1)))
+pretrain(datasets_provider, model_provider, fault)
+"""
+
+
+@pytest.mark.parametrize(("times", "code"), [(1, 16), (100, 17)], ids=["transient", "real"])
+def test_the_exit_code_tells_a_transient_fault_from_a_real_one(corpus, tmp_path, times, code):
+    program = tmp_path / "faulty_gradient.py"
+    program.write_text(FAULTY_GRADIENT)
+    words = command(corpus, 4, "--device cpu --save save --save-interval 1")
+    done = start([program, 0, times, *words], tmp_path)
+    assert done.returncode == code, done.stderr
+    assert ("a transient fault" in done.stderr) == (times == 1)
+    assert "Traceback" not in done.stderr
+    assert (tmp_path / "save" / "latest_checkpointed_iteration.txt").read_text() == "1"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("times", "code"), [(1, 16), (100, 17)], ids=["transient", "real"])
+def test_every_rank_of_four_leaves_with_that_code(corpus, tmp_path, times, code):
+    program = tmp_path / "faulty_gradient.py"
+    program.write_text(FAULTY_GRADIENT)
+    layout = Layout(tp=2, pp=2, sp=True)
+    last = 3  # of the stage that makes the loss
+    words = [*command(corpus, 4, "--device cpu"), *layout.flags]
+    done, errors = torchrun(tmp_path, 4, program, last, times, *words)
+    assert done.returncode != 0
+    assert f"(exitcode: {code})" in done.stderr
+    assert sum("NaN or infinity" in text for text in errors) == 1
+    assert processes_that_name(tmp_path) == []
+
+
 @pytest.mark.full
 def test_a_rank_that_alone_cannot_read_its_data_ends_the_job(corpus, tmp_path):
     for rank in range(2):
