@@ -25,7 +25,7 @@ from mcore.log import get_logger
 from mcore.pipeline_parallel.actions import Action, Kind, split_backwards
 from mcore.pipeline_parallel.communication import Batch, Program
 from mcore.pipeline_parallel.hooks import ScheduleHooks
-from mcore.pipeline_parallel.loss import MicrobatchLoss, read_loss
+from mcore.pipeline_parallel.loss import MicrobatchLoss, describe_returned, read_loss
 from mcore.pipeline_parallel.messages import Message, incoming, outgoing
 from mcore.pipeline_parallel.p2p_communication import P2PCommunicator, Payload
 from mcore.topology.placement import StagePlacement
@@ -187,27 +187,60 @@ class PipelineExecutor:
                     tensor.requires_grad_()
         self._set_input(action.chunk, received)
         with torch.no_grad() if self.forward_only else nullcontext():
-            output, loss_func = self.forward_step_func(
-                self.data_iterators[action.chunk], self.chunks[action.chunk]
-            )
+            output, loss_func = self._forward_step(action)
             message = outgoing(self.placement, self.rank, action)
             roots = (
-                (self._loss(output, loss_func),)
+                (self._loss(output, loss_func, action),)
                 if message is None
                 else self._pass_on(message, output, action)
             )
         if not self.forward_only:
             self._held[action.chunk, action.microbatch] = _Held(inputs, roots)
 
-    def _loss(self, output: Any, loss_func: LossFunc) -> Tensor | None:
+    def _forward_step(self, action: Action) -> tuple[Any, LossFunc]:
+        try:
+            returned = self.forward_step_func(
+                self.data_iterators[action.chunk], self.chunks[action.chunk]
+            )
+        except StopIteration as error:
+            raise ScheduleError(
+                f"the data iterator of chunk {action.chunk} on pipeline rank {self.rank} ended at "
+                f"microbatch {action.microbatch}; the step reads {self.num_microbatches} of them"
+            ) from error
+        if not isinstance(returned, (tuple, list)) or len(returned) != 2:
+            raise ScheduleError(
+                "forward_step_func must return (output, loss_func), got "
+                f"{describe_returned(returned)}"
+            )
+        output, loss_func = returned
+        return output, loss_func
+
+    def _loss(self, output: Any, loss_func: LossFunc, action: Action) -> Tensor | None:
         """Record the microbatch; what its backward starts from, if anything."""
+        if not callable(loss_func):
+            raise ScheduleError(
+                f"forward_step_func returned {describe_returned(loss_func)} in the place of "
+                "loss_func, which the last stage calls with the output"
+            )
         if self.collect_non_loss_data:
             self._records.append(loss_func(output, non_loss_data=True))
             return None
         loss = read_loss(loss_func(output), self.num_microbatches)
         self._records.append(loss.record)
         self._count_tokens(loss)
-        return self.hooks.scale_loss(loss.value) if loss.value.requires_grad else None
+        if self.forward_only:
+            return None
+        if not loss.value.requires_grad:
+            raise self._without_gradient("the loss", action)
+        return self.hooks.scale_loss(loss.value)
+
+    def _without_gradient(self, what: str, action: Action) -> ScheduleError:
+        return ScheduleError(
+            f"{what} of chunk {action.chunk} on pipeline rank {self.rank} (microbatch "
+            f"{action.microbatch}) has no gradient, so that nothing before it would train: it was "
+            "detached (detach(), item(), no_grad()), or none of it is trained; forward_only=True "
+            "measures without a backward"
+        )
 
     def _count_tokens(self, loss: MicrobatchLoss) -> None:
         is_mean = loss.num_tokens is None
@@ -232,6 +265,10 @@ class PipelineExecutor:
                 f"{type(output).__name__}; a stage that is not the last returns a tensor or a "
                 f"list of tensors"
             )
+        if not self.forward_only and not any(tensor.requires_grad for tensor in outputs):
+            parameters = self.chunks[action.chunk].parameters()
+            if any(parameter.requires_grad for parameter in parameters):
+                raise self._without_gradient("the output", action)
         self._mailbox[message] = tuple(tensor.detach() for tensor in outputs)
         return tuple(
             get_gradient_edge(tensor) if tensor.requires_grad else None

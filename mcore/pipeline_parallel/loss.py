@@ -39,21 +39,29 @@ def read_loss(returned: Any, num_microbatches: int) -> MicrobatchLoss:
     if not isinstance(returned, tuple) or len(returned) not in (2, 3):
         raise ScheduleError(
             f"loss_func must return (loss, dict), (loss_sum, num_tokens, dict) or "
-            f"(loss_sum, num_tokens), got {_describe(returned)}"
+            f"(loss_sum, num_tokens), got {describe_returned(returned)}"
         )
     loss = returned[0]
     if not isinstance(loss, Tensor) or loss.numel() != 1:
-        raise ScheduleError(f"the loss must be a tensor of one element, got {_describe(loss)}")
+        raise ScheduleError(
+            f"the loss must be a tensor of one element, got {describe_returned(loss)}"
+        )
     if len(returned) == 3:
+        if not isinstance(returned[1], (Tensor, int, float)):
+            raise ScheduleError(
+                "the num_tokens of (loss_sum, num_tokens, dict) must be a number or a tensor, got "
+                f"{describe_returned(returned[1])}"
+            )
         return MicrobatchLoss(loss, returned[1], returned[2])
     if isinstance(returned[1], (Tensor, int, float)):
         return MicrobatchLoss(loss, returned[1], (loss.detach(), returned[1]))
     return MicrobatchLoss(loss / num_microbatches, None, returned[1])
 
 
-def _describe(value: Any) -> str:
+def describe_returned(value: Any) -> str:
+    """What a user's function returned, in words."""
     if isinstance(value, tuple):
-        return f"({', '.join(map(_describe, value))})"
+        return f"({', '.join(map(describe_returned, value))})"
     if isinstance(value, Tensor):
         return f"a tensor of shape {list(value.shape)}"
     return type(value).__name__

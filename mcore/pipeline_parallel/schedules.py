@@ -13,6 +13,7 @@ Each function looks up its plan, proved before it runs, and hands it to the one 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -56,6 +57,9 @@ class ForwardBackwardFunc(Protocol):
         hooks: ScheduleHooks | None = None,
         tensor_shape: Sequence[int] | Sequence[Sequence[int]] | None = None,
         dtype: torch.dtype | Sequence[torch.dtype] | None = None,
+        adjust_tensor_shapes_fn: None = None,
+        p2p_communicator: None = None,
+        pg_collection: None = None,
     ) -> list[Any]:
         """Run all microbatches of one step on this rank; collective over the pipeline.
 
@@ -86,6 +90,10 @@ class ForwardBackwardFunc(Protocol):
                 a stage returns if that config says variable_seq_lengths.
             dtype: of the tensors between stages, or a list with one a tensor; None =
                 config.pipeline_dtype or that of the parameters.
+            adjust_tensor_shapes_fn: Megatron's, as the two below; None alone is taken: shapes are
+                what tensor_shape says, or vary.
+            p2p_communicator: the pipeline's own is used.
+            pg_collection: the groups are those of `initialize_model_parallel`.
 
         Returns:
             On the last stage one entry a microbatch: the dict of loss_func, or `(loss_sum,
@@ -150,7 +158,16 @@ def _entry_point(schedule: Schedule | ScheduleName, name: str, summary: str) -> 
         hooks: ScheduleHooks | None = None,
         tensor_shape: Sequence[int] | Sequence[Sequence[int]] | None = None,
         dtype: torch.dtype | Sequence[torch.dtype] | None = None,
+        adjust_tensor_shapes_fn: None = None,
+        p2p_communicator: None = None,
+        pg_collection: None = None,
     ) -> list[Any]:
+        _refuse_foreign(
+            adjust_tensor_shapes_fn=adjust_tensor_shapes_fn,
+            p2p_communicator=p2p_communicator,
+            pg_collection=pg_collection,
+        )
+        num_microbatches = _whole(num_microbatches)
         if collect_non_loss_data and not forward_only:
             raise ConfigError("collect_non_loss_data computes no loss: it needs forward_only=True")
         ctx = parallel_state.parallel_context_or_single()
@@ -207,6 +224,30 @@ forward_backward_pipelining_with_interleaving = _entry_point(
     "forward_backward_pipelining_with_interleaving",
     "1F1B over several model chunks a rank (`plan_interleaved`).",
 )
+
+
+#: Of Megatron's arguments those that mcore has another way for.
+_FOREIGN = {
+    "adjust_tensor_shapes_fn": "say the shapes with tensor_shape=, or let them vary "
+    "(config.variable_seq_lengths)",
+    "p2p_communicator": "messages go through the pipeline's own",
+    "pg_collection": "the groups are those of initialize_model_parallel",
+}
+
+
+def _refuse_foreign(**given: object) -> None:
+    for name, value in given.items():
+        if value is not None:
+            raise ConfigError(f"{name} must be None here: {_FOREIGN[name]}")
+
+
+def _whole(num_microbatches: Any) -> int:
+    try:
+        return operator.index(num_microbatches)
+    except TypeError:
+        raise ConfigError(
+            f"num_microbatches is {num_microbatches!r}; pass a whole number from 1 up"
+        ) from None
 
 
 def _chunks(model: nn.Module | Sequence[nn.Module], ctx: ParallelContext) -> list[nn.Module]:

@@ -8,6 +8,7 @@ more than four. `...` stands for the training command of the README.
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import shutil
 import sys
@@ -15,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import zstandard
+from tokenizers import ByteLevelBPETokenizer
 from torch.distributed.run import get_args_parser
 
 from mcore.cli.main import main
@@ -66,7 +68,8 @@ def spelled_out(words: Sequence[str]) -> list[str]:
 def small(words: Sequence[str]) -> list[str]:
     """Flags of a training in sizes for a CPU."""
     pairs = itertools.pairwise(["", *words])
-    return [SMALL.get(flag, word) for flag, word in pairs] + ALWAYS
+    split = [] if "--split" in words else ["--split", SMALL["--split"]]  # of few documents
+    return [SMALL.get(flag, word) for flag, word in pairs] + split + ALWAYS
 
 
 def small_torchrun(words: Sequence[str]) -> list[str]:
@@ -118,6 +121,10 @@ def _make_here() -> None:
     train([*flags, "--exit-interval", "2"], SINGLE)
     export = ["convert", "mcore-to-hf", "--load", "checkpoints"]
     assert main([*export, "--hf", "Meta-Llama-3-8B"]) == 0
+    tokenizer = ByteLevelBPETokenizer("vocab.json", "merges.txt")
+    tokenizer.save("Meta-Llama-3-8B/tokenizer.json")
+    names = json.dumps({"eos_token": "<|endoftext|>"})
+    Path("Meta-Llama-3-8B/tokenizer_config.json").write_text(names)
 
 
 #: Programs of a block that is run, in front of the real ones.

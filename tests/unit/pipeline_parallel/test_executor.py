@@ -221,6 +221,7 @@ def test_a_failing_action_is_named(caplog):
         ((torch.ones(2), {}), r"must be a tensor of one element, got a tensor of shape \[2\]"),
         ((1.0, {}), "must be a tensor of one element, got float"),
         ((torch.ones(()), 1, {}, 2), r"loss_func must return .* got \(a tensor of shape \[\], int"),
+        ((torch.ones(()), "3", {}), "num_tokens .* must be a number or a tensor, got str"),
     ],
 )
 def test_losses_without_a_meaning_are_refused(returned, message):
@@ -236,6 +237,72 @@ def test_sum_and_mean_do_not_mix():
 
     with pytest.raises(ScheduleError, match="a mean for one microbatch and a sum"):
         run([Stage(0, 1)], 2, forward_step_func=forward_step)
+
+
+class Detached(Stage):
+    """A stage whose output has lost its graph."""
+
+    def forward(self, tokens):
+        return super().forward(tokens).detach()
+
+
+@pytest.mark.parametrize(
+    ("chunks", "message"),
+    [
+        ([Detached(0, 1)], r"the loss of chunk 0 .*\(microbatch 0\) has no gradient"),
+        ([Stage(0, 2), Detached(1, 2)], "the loss of chunk 1 on pipeline rank 0 .*detached"),
+        ([Detached(0, 2), Stage(1, 2)], "the output of chunk 0 on pipeline rank 0 .*detached"),
+    ],
+)
+def test_nothing_is_left_untrained_in_silence(chunks, message):
+    with pytest.raises(ScheduleError, match=message):
+        run(chunks, 2)
+    run(chunks, 2, forward_only=True)
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (torch.ones(2), r"must return \(output, loss_func\), got a tensor of shape \[2\]"),
+        ((torch.ones(1), None), "returned NoneType in the place of loss_func"),
+        ((torch.ones(1), torch.ones(1)), "in the place of loss_func"),
+    ],
+)
+def test_a_forward_step_returns_output_and_loss_func(returned, message):
+    with pytest.raises(ScheduleError, match=message):
+        run([Stage(0, 1)], 1, forward_step_func=lambda iterator, model: returned)  # noqa: ARG005
+
+
+def test_an_iterator_that_ends_early_is_told():
+    with pytest.raises(ScheduleError, match="ended at microbatch 2; the step reads 3 of them"):
+        forward_backward_no_pipelining(
+            forward_step_func=forward_step_with("sum"),
+            data_iterator=iter([microbatch(0), microbatch(1)]),
+            model=Stage(0, 1),
+            num_microbatches=3,
+            seq_length=SEQ,
+            micro_batch_size=BATCH,
+        )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_microbatches": 2.0}, "num_microbatches is 2.0; pass a whole number"),
+        ({"adjust_tensor_shapes_fn": max}, "must be None here: say the shapes with tensor_shape="),
+        ({"p2p_communicator": 1}, "p2p_communicator must be None here"),
+        ({"pg_collection": 1}, "pg_collection must be None here: .*initialize_model_parallel"),
+    ],
+)
+def test_arguments_of_megatron_without_a_meaning_are_refused(options, message):
+    sizes = {"num_microbatches": 1, "seq_length": SEQ, "micro_batch_size": BATCH}
+    with pytest.raises(ConfigError, match=message):
+        forward_backward_no_pipelining(
+            forward_step_func=forward_step_with("sum"),
+            data_iterator=iter([microbatch(0)]),
+            model=Stage(0, 1),
+            **{**sizes, **options},
+        )
 
 
 def test_what_travels_must_be_tensors():
