@@ -56,7 +56,8 @@ def test_data_parallel_ranks_have_the_same_weights(corpus):
 @pytest.mark.parametrize(
     ("layout", "schedule"),
     [
-        (Layout(tp=2, pp=2), "zb-v"),
+        (Layout(tp=2, pp=2, sp=True), "zb-v"),
+        pytest.param(Layout(tp=2, pp=2), "zb-h1", marks=pytest.mark.full),
         (Layout(pp=4), "zb-h1"),
         pytest.param(Layout(pp=2, dp=2), "gpipe", marks=pytest.mark.full),
         pytest.param(Layout(pp=2, vpp=2), "interleaved-1f1b", marks=pytest.mark.full),
