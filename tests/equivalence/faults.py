@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -46,6 +47,34 @@ class NanGradient:
             self.times -= 1
             output.register_hook(lambda gradient: gradient * float("nan"))
         return output, loss_func
+
+    def providers(self) -> Providers:
+        return Providers(datasets_provider, model_provider, self)
+
+
+@dataclass
+class NanActivation:
+    """A forward step in which one rank's input of a row-parallel layer is not a number.
+
+    Attributes:
+        rank: the faulty rank.
+        iteration: when.
+    """
+
+    rank: int
+    iteration: int
+
+    def __call__(self, stream: BatchStream, model: nn.Module) -> Any:
+        if dist.get_rank() != self.rank or stream.iteration != self.iteration:
+            return forward_step(stream, model)
+        layers = [m for name, m in model.named_modules() if name.endswith("mlp.linear_fc2")]
+        spoiled = layers[0].register_forward_pre_hook(
+            lambda _, inputs: (inputs[0] * torch.nan,), prepend=True
+        )
+        try:
+            return forward_step(stream, model)
+        finally:
+            spoiled.remove()
 
     def providers(self) -> Providers:
         return Providers(datasets_provider, model_provider, self)

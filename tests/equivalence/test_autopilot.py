@@ -6,6 +6,7 @@ Where data was passed over, the other run passes over the same data by `--iterat
 import importlib
 import json
 import os
+import re
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import torch
 from mcore.checkpoint import complete_iterations, read_common, read_tensors
 from mcore.errors import NumericsError
 from mcore.training.pretrain import pretrain
-from tests.equivalence.faults import POISONED, NanGradient, write_poisoned_corpus
+from tests.equivalence.faults import POISONED, NanActivation, NanGradient, write_poisoned_corpus
 from tests.equivalence.program import (
     SINGLE,
     Layout,
@@ -119,6 +120,17 @@ def test_a_real_fault_is_located_and_its_data_left_out(corpus, roots, layout, po
     assert audit[0]["fault"] == "persistent"
     assert "micro batch 0, rank 1" in audit[0]["first"]
     assert sum(series(got, "skipped")) == (1 if policy == "skip" else 2)
+
+
+@pytest.mark.dist
+def test_a_fault_before_a_sum_over_ranks_is_of_the_rank_that_has_it(corpus, tmp_path):
+    """The layer's output is spoiled on both tensor-parallel ranks, its input on one alone."""
+    layout = Layout(tp=2, pp=2, sp=True)
+    flags = "--loss-spike-policy skip"
+    providers = NanActivation(rank=3, iteration=3).providers()
+    _, audit = run(corpus, tmp_path, layout, flags, iterations=4, providers=providers)
+    place = r"input of decoder\.layers\.\d\.mlp\.linear_fc2, micro batch 0, rank 3"
+    assert re.fullmatch(place, audit[0]["first"])
 
 
 def test_a_run_whose_gradients_stay_so_gives_up(corpus, tmp_path):

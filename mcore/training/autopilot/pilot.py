@@ -16,7 +16,7 @@ from mcore.topology.context import ParallelContext
 from mcore.training.autopilot.account import Account, DocumentsOf
 from mcore.training.autopilot.audit import AuditLog
 from mcore.training.autopilot.detector import SpikeDetector
-from mcore.training.autopilot.probe import Probe
+from mcore.training.autopilot.probe import Probe, in_words
 from mcore.training.autopilot.watch import Finding, Watch
 from mcore.training.batches import BatchStream
 from mcore.training.non_finite import describe, find
@@ -149,6 +149,8 @@ class Autopilot:
         if returns and self.checkpoint is None:
             returns, facts = False, {**facts, "note": "there is no checkpoint to go back to"}
         action = "applied" if applied else "rollback" if returns else "update left out"
+        if returns and self._rollbacks >= self._config.loss_spike_max_rollbacks:
+            action = "none: the run has gone back often enough"
         event = self._report(kind, action, finding, facts)
         if applied:
             self._detector.observe(finding.loss, finding.grad_norm)
@@ -185,13 +187,13 @@ class Autopilot:
         with probe.watching():
             outcome = self._steps.attempt(state, streams, self._watch.judge, probe)
         finding = self._watch.read()
-        where = probe.first()
+        began = probe.first()
         if finding.is_finite:
             self._report("transient_fault", "step made again", first, facts)
             return outcome, finding, {}
         facts = {"fault": "persistent", **_found(outcome, state)}
-        if where is not None:
-            facts["first"] = where.in_words()
+        if began:
+            facts["first"] = in_words(began)
         return outcome, finding, facts
 
     # --- rollback

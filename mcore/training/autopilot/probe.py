@@ -1,13 +1,15 @@
 """Where numbers that are not finite begin, seen while a step is computed once more.
 
-Forward hooks look at the output of every module, and at the gradient that reaches it. The first
-sighting of a job is found by cause, not by clock: a forward before any backward, then the earliest
-micro batch, then the stage that comes first on the way.
+Forward hooks look at what goes into every module and what comes out, and at the gradient that
+reaches it. The first sighting of a job is found by cause, not by clock: a forward before any
+backward, then the earliest micro batch, then the stage that comes first on the way, then the
+module. Inputs count since a row-parallel layer's output is a sum over ranks: all of them hold what
+one of them has put in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -22,9 +24,9 @@ from mcore.topology.context import ParallelContext
 from mcore.topology.param_sharding import global_name
 
 
-@dataclass(frozen=True, slots=True, order=True)
+@dataclass(frozen=True, slots=True)
 class Sighting:
-    """Numbers that are not finite, at one place; the smallest one came first.
+    """Numbers that are not finite, at one place.
 
     Attributes:
         is_backward: in a gradient, rather than in an output.
@@ -32,7 +34,7 @@ class Sighting:
         way: how far its stage is from where forward or backward begins.
         order: how many sightings and looks the rank had before.
         rank: of the process.
-        module: whose output, or the gradient of whose output; layers have their global numbers.
+        what: it is, in words; layers have their global numbers.
     """
 
     is_backward: bool
@@ -40,12 +42,19 @@ class Sighting:
     way: int
     order: int
     rank: int
-    module: str
+    what: str
 
-    def in_words(self) -> str:
-        """One line."""
-        what = "gradient of the output" if self.is_backward else "output"
-        return f"{what} of {self.module}, micro batch {self.microbatch}, rank {self.rank}"
+    @property
+    def when(self) -> tuple[bool, int, int, int]:
+        """The smallest one came first."""
+        return self.is_backward, self.microbatch, self.way, self.order
+
+
+def in_words(first: Sequence[Sighting]) -> str:
+    """One line about sightings that came first, on one rank or on several at once."""
+    ranks = ", ".join(str(sighting.rank) for sighting in first)
+    word = "rank" if len(first) == 1 else "ranks"
+    return f"{first[0].what}, micro batch {first[0].microbatch}, {word} {ranks}"
 
 
 class Probe:
@@ -70,8 +79,10 @@ class Probe:
         handles = []
         for number, chunk in enumerate(self._chunks):
             for name, module in chunk.module.named_modules():
-                look = self._hook(number, global_name(chunk.module, name) or "the model")
-                handles.append(module.register_forward_hook(look))
+                known = global_name(chunk.module, name) or "the model"
+                before = self._before(number, known)
+                handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+                handles.append(module.register_forward_hook(self._after(number, known)))
         try:
             yield
         finally:
@@ -89,29 +100,40 @@ class Probe:
         yield
         self._action = None
 
-    def first(self) -> Sighting | None:
-        """The first sighting of the job; None where there was none.
+    def first(self) -> list[Sighting]:
+        """The first sighting of the job, by rank: several had it at once where one made a sum.
 
         Comm: gathers one object per rank.
         """
-        own = min(self._sightings, default=None)
+        own = min(self._sightings, key=lambda sighting: sighting.when, default=None)
         rows = all_gather_object(all_gather_object(own, self._ctx.mp), self._ctx.dp_cp)
-        return min((s for row in rows for s in row if s is not None), default=None)
+        found = [sighting for row in rows for sighting in row if sighting is not None]
+        earliest = min((sighting.when for sighting in found), default=None)
+        at_once = {s.rank: s for s in found if s.when == earliest}
+        return [at_once[rank] for rank in sorted(at_once)]
 
-    def _hook(self, chunk: int, name: str) -> Callable[[nn.Module, Any, Any], None]:
+    def _before(self, chunk: int, name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def look(module: nn.Module, inputs: Any, named: Mapping[str, Any]) -> None:
+            del module
+            for tensor in _floating([*inputs, *named.values()]):
+                self._look(chunk, f"input of {name}", tensor, is_backward=False)
+
+        return look
+
+    def _after(self, chunk: int, name: str) -> Callable[[nn.Module, Any, Any], None]:
         def look(module: nn.Module, inputs: Any, output: Any) -> None:
             del module, inputs
             for tensor in _floating(output):
-                self._look(chunk, name, tensor, is_backward=False)
+                self._look(chunk, f"output of {name}", tensor, is_backward=False)
                 if tensor.requires_grad:
                     tensor.register_hook(gradient)
 
         def gradient(grad: Tensor) -> None:
-            self._look(chunk, name, grad, is_backward=True)
+            self._look(chunk, f"gradient of the output of {name}", grad, is_backward=True)
 
         return look
 
-    def _look(self, chunk: int, name: str, tensor: Tensor, *, is_backward: bool) -> None:
+    def _look(self, chunk: int, what: str, tensor: Tensor, *, is_backward: bool) -> None:
         self._looks += 1
         if self._action is None or bool(torch.isfinite(tensor.detach()).all()):
             return
@@ -119,7 +141,7 @@ class Probe:
         stage = placement.stage(self._ctx.pp.rank, chunk)
         way = placement.num_stages - 1 - stage if is_backward else stage
         self._sightings.append(
-            Sighting(is_backward, self._action.microbatch, way, self._looks, self._ctx.rank, name)
+            Sighting(is_backward, self._action.microbatch, way, self._looks, self._ctx.rank, what)
         )
 
 
