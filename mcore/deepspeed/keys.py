@@ -38,8 +38,14 @@ def _gather_bucket(translation: Translation, path: str, value: Any) -> None:
 
 
 def _loss_scale(translation: Translation, path: str, value: Any) -> None:
-    if value != 0:  # 0 is DeepSpeed's way to say dynamic
+    if value != 0:
         option("optimizer", "loss_scale", number)(translation, path, value)
+        return
+    typed = translation.given("optimizer", "loss_scale")
+    if typed is not None:
+        translation.refuse(
+            path, value, f"0 is a dynamic scale, and --loss-scale {typed:g} a constant; drop one"
+        )
 
 
 def _power_of_two(value: Any) -> float:

@@ -70,7 +70,7 @@ def _take_precision(section: str, name: str, rules: Mapping[str, Rule]) -> _Bloc
             known = {key: None for key in values if key in rules}
             values = {key: value for key, value in values.items() if key not in known}
         apply_rules(translation, path, values, rules)
-        if enabled is True and name == "fp16":
+        if enabled is True and name == "fp16" and not translation.value("optimizer", "loss_scale"):
             translation.open(
                 f"{path}.initial_scale_power",
                 "optimizer",

@@ -245,6 +245,14 @@ def test_what_is_not_read_is_refused_by_its_path(config, fragments):
         assert fragment in problem
 
 
+def test_a_constant_scale_beside_a_dynamic_one_is_refused():
+    fp16 = {"fp16": {"enabled": True, "loss_scale": 0}}
+    (problem,) = read(fp16, optimizer__loss_scale=12.0).problems
+    assert problem.startswith("fp16.loss_scale (0): 0 is a dynamic scale, and --loss-scale 12")
+    constant = read({"fp16": {"enabled": True, "loss_scale": 128}, "gradient_clipping": 1.0})
+    assert constant.notes() == []  # an initial scale would mean nothing
+
+
 def test_a_wrong_type_does_not_hide_wrong_values():
     optimizer = {"type": "OneBitAdam", "params": {"lr": "much", "freeze_step": 4, "betas": [1]}}
     scheduler = {"type": "OneCycle", "params": {"warmup_num_steps": -0.5, "cycle_min_lr": 1}}
