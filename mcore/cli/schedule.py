@@ -17,8 +17,9 @@ from mcore.pipeline_parallel import (
     build_pipeline,
     simulate,
 )
-from mcore.pipeline_parallel.actions import format_plan
+from mcore.pipeline_parallel.actions import format_plan, format_plans
 from mcore.pipeline_parallel.timetable import format_timetable
+from mcore.topology.placement import StagePlacement
 from mcore.training.pipeline_plan import read_schedule
 
 _NAMES = ("gpipe", "1f1b", "interleaved-1f1b", "bounded", "zb-h1", "zb-v")
@@ -73,6 +74,11 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument("--plot", metavar="FILE", help="draw the timeline: FILE.svg or FILE.png")
     parser.add_argument("--json", action="store_true", help="print JSON only")
+    parser.add_argument(
+        "--plans",
+        action="store_true",
+        help="print the actions only, as a file for --schedule and --pipeline-schedule file:PATH",
+    )
     parser.set_defaults(run=run)
 
 
@@ -94,6 +100,13 @@ class _Result:
             f"{self.microbatches} microbatches; bubble {100 * simulation.bubble:.1f}%, "
             f"at most {max(simulation.peak_in_flight) / self.chunks:g} of them held by a rank"
         )
+
+    def file(self) -> str:
+        """The plans as a file that `parse_schedule` reads."""
+        pipeline = self.pipeline
+        usual = StagePlacement.usual(len(pipeline.plans), self.chunks)
+        kind = "usual" if pipeline.placement == usual else "v"
+        return f"# {self.title}\nplacement: {kind}\n{format_plans(pipeline.plans)}"
 
     def record(self) -> dict[str, Any]:
         simulation = self.simulation
@@ -120,6 +133,8 @@ def run(args: argparse.Namespace) -> int:
     """Print the schedule, or all of them."""
     if args.compare and args.schedule is not None:
         raise ConfigError(f"--compare shows every schedule: drop --schedule {args.schedule}")
+    if args.plans and (args.compare or args.json):
+        raise ConfigError("--plans prints one schedule, and nothing else: drop --compare or --json")
     for name in ("pp", "microbatches", "vpp", "group", "max_in_flight_microbatches"):
         size = getattr(args, name)
         if size is not None and size < 1:
@@ -133,9 +148,11 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(records if args.compare else records[0]))
     elif args.compare:
         _print_comparison(args, results)
+    elif args.plans:
+        print(results[0].file())
     else:
         _print(results[0])
-    if args.plot is not None and not args.json:
+    if args.plot is not None and not (args.json or args.plans):
         print(f"\ndrawn in {args.plot}")
     return 0
 

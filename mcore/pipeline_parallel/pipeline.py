@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from mcore.errors import ScheduleError
 from mcore.pipeline_parallel.actions import Plan
 from mcore.pipeline_parallel.communication import Program, plan_communication
 from mcore.pipeline_parallel.messages import check_plans
@@ -46,12 +47,31 @@ def build_pipeline(
         ScheduleError: a plan that cannot run, with the rank, the action and the reason.
     """
     plans, placement = schedule.plans(pp, num_microbatches), schedule.placement(pp)
+    try:
+        return _prove(plans, placement, forward_only)
+    except ScheduleError as error:
+        other = None if schedule.custom is None else schedule.custom.with_other_placement()
+        if other is None or not _runs(plans, replace(schedule, custom=other).placement(pp)):
+            raise
+        line = "placement: v" if other.is_v else "placement: usual"
+        raise ScheduleError(f"{error}; with a line `{line}` in the file it would run") from error
+
+
+def _prove(plans: tuple[Plan, ...], placement: StagePlacement, forward_only: bool) -> Pipeline:
     check_plans(plans, placement, trains=True)
     if forward_only:
         plans = tuple(map(forward_part, plans))
     programs = plan_communication(plans, placement)
     simulate(plans, placement, programs=programs)
     return Pipeline(plans, placement, programs)
+
+
+def _runs(plans: tuple[Plan, ...], placement: StagePlacement) -> bool:
+    try:
+        _prove(plans, placement, forward_only=False)
+    except ScheduleError:
+        return False
+    return True
 
 
 @lru_cache(maxsize=256)

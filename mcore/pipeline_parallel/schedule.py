@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias, get_args
 
 from mcore.errors import ConfigError, ScheduleError
@@ -47,6 +47,10 @@ class CustomPlans:
     def num_chunks(self) -> int:
         """Chunks a rank."""
         return 1 + max((a.chunk for plan in self.plans for a in plan), default=-1)
+
+    def with_other_placement(self) -> CustomPlans | None:
+        """The same plans with stages laid out as a V, or as usual; None where there is no V."""
+        return replace(self, is_v=not self.is_v) if self.num_chunks == 2 else None
 
 
 def parse_schedule(text: str, source: str) -> CustomPlans:

@@ -67,7 +67,7 @@ class Observation:
         if self._profiler is not None:
             self._profiler.before(iteration)
         if self._pipeline is not None:
-            self._pipeline.begin_step()
+            self._pipeline.begin_step(iteration + 1)
 
     def after_step(self, iteration: int, data_wait: float) -> None:
         """A step has ended, as this iteration; its rank waited so many seconds for samples.

@@ -37,13 +37,15 @@ class PipelineProfile:
         self._runtime = runtime
         self._clock = device.Clock(runtime.device)
         self._steps = -_SKIPPED_STEPS - 1
+        self._iteration = 0
         self._marks: list[tuple[int, Action, Any, Any, Any]] = []
         self._waited: Any = None
         self._is_written = False
 
-    def begin_step(self) -> None:
-        """A training step starts."""
+    def begin_step(self, iteration: int) -> None:
+        """A training step starts, which will be this iteration."""
         self._steps += 1
+        self._iteration = iteration
 
     def end_step(self) -> None:
         """A training step has ended; after the last recorded one the trace is written.
@@ -80,7 +82,7 @@ class PipelineProfile:
         start = self._clock.mark() if self.is_recording else None
         yield
         if start is not None:
-            self._marks.append((self._steps, action, self._waited, start, self._clock.mark()))
+            self._marks.append((self._iteration, action, self._waited, start, self._clock.mark()))
 
     def write(self) -> BubbleReport | None:
         """Write the trace of the pipeline of global rank 0, and log the bubble.
@@ -92,8 +94,8 @@ class PipelineProfile:
         Comm: one gather of host-side facts over the pipeline group.
         """
         own = [
-            Event(step, str(action), *map(self._clock.seconds, marks))
-            for step, action, *marks in self._marks
+            Event(iteration, str(action), *map(self._clock.seconds, marks))
+            for iteration, action, *marks in self._marks
         ]
         self._marks, self._is_written = [], True
         ranks: list[list[Event]] = all_gather_object(own, self._runtime.ctx.pp)

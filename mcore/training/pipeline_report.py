@@ -21,14 +21,14 @@ class Event(NamedTuple):
     """One action of one rank in one step; times in seconds of the wall clock.
 
     Attributes:
-        step: recorded step, from 0.
+        iteration: of the run, whose step it was.
         action: its text.
         waited: when the rank began to wait for what the action needs.
         start: when it began to compute.
         end: when it was done.
     """
 
-    step: int
+    iteration: int
     action: str
     waited: float
     start: float
@@ -70,8 +70,8 @@ def report_bubble(ranks: Sequence[Sequence[Event]], schedule: Schedule) -> Bubbl
     costs = measured_costs(ranks)
     message = Costs(communication=measured_communication(ranks, schedule.placement(pp)))
     rows = []
-    for step in sorted({event.step for event in ranks[0]}):
-        events = [event for rank in ranks for event in rank if event.step == step]
+    for iteration in sorted({event.iteration for event in ranks[0]}):
+        events = [event for rank in ranks for event in rank if event.iteration == iteration]
         count = 1 + max(parse_action(event.action).microbatch for event in events)
         pipeline = build_pipeline(schedule, pp, count)
         predicted = simulate(
@@ -123,7 +123,7 @@ def measured_communication(ranks: Sequence[Sequence[Event]], placement: StagePla
         placement: where the stages live.
     """
     found = {
-        (event.step, rank, parse_action(event.action)): event
+        (event.iteration, rank, parse_action(event.action)): event
         for rank, events in enumerate(ranks)
         for event in events
     }
@@ -153,7 +153,11 @@ def chrome_trace(ranks: Sequence[Sequence[Event]], report: BubbleReport) -> dict
         trace.append({"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": name})
         for event in events:
             kind, chunk, microbatch = event.action[0], *event.action[1:].split(".")
-            args = {"step": event.step, "chunk": int(chunk), "microbatch": int(microbatch)}
+            args = {
+                "iteration": event.iteration,
+                "chunk": int(chunk),
+                "microbatch": int(microbatch),
+            }
             for label, begin, end, color in (
                 (f"wait for {event.action}", event.waited, event.start, "grey"),
                 (event.action, event.start, event.end, colors[kind]),

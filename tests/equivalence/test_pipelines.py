@@ -281,9 +281,9 @@ def test_a_profile_shows_what_happened_beside_what_was_predicted(families, tmp_p
     assert 0 < figures["bubble_predicted"] < 1
     assert figures["step_seconds_predicted"] > 0
     spans = [event for event in content["traceEvents"] if event["ph"] == "X"]
-    done = [(e["pid"], e["args"]["step"], e["name"]) for e in spans if e["name"][0] in "FBW"]
+    done = [(e["pid"], e["args"]["iteration"], e["name"]) for e in spans if e["name"][0] in "FBW"]
     kinds = [f"{kind}0.{m}" for kind in "FBW" for m in range(4)]
-    assert sorted(done) == sorted((r, s, a) for r in (0, 1) for s in range(3) for a in kinds)
+    assert sorted(done) == sorted((r, s, a) for r in (0, 1) for s in (2, 3, 4) for a in kinds)
     for rank in (0, 1):
         ends = [(e["ts"], e["ts"] + e["dur"]) for e in spans if e["pid"] == rank]
         assert all(end <= start + 1 for (_, end), (start, _) in itertools.pairwise(sorted(ends)))

@@ -154,6 +154,22 @@ def test_the_default_is_what_training_would_choose(capsys):
         assert record["schedule"] == name
 
 
+@pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "bounded"])
+def test_what_is_printed_as_a_file_is_the_same_schedule(capsys, tmp_path, name):
+    sizes = ["--pp", "3", "--microbatches", "5"]
+    path = tmp_path / "plans.txt"
+    path.write_text(run(capsys, *sizes, "--schedule", name, "--plans"))
+    wanted = json.loads(run(capsys, *sizes, "--schedule", name, "--json"))
+    got = json.loads(run(capsys, "--schedule", f"file:{path}", "--json"))
+    assert {**got, "schedule": name} == wanted
+    if name == "zb-v":
+        path.write_text(path.read_text().replace("placement: v", "placement: usual"))
+        with pytest.raises(ScheduleError, match="with a line `placement: v` in the file it would"):
+            run(capsys, "--schedule", f"file:{path}")
+    with pytest.raises(ConfigError, match="--plans prints one schedule"):
+        run(capsys, *sizes, "--compare", "--plans")
+
+
 def test_what_does_not_fit(capsys, tmp_path):
     sizes = ["--pp", "2", "--microbatches", "2"]
     with pytest.raises(ConfigError, match="use interleaved-1f1b"):
