@@ -147,6 +147,27 @@ class SignalWatch:
         """Ranks on this machine whose process has ended."""
         return [rank for rank, pid in self._peers.items() if not _is_alive(pid)]
 
+    def account_of_peers(self, seconds: float = 0.0) -> str:
+        """Ranks on this machine that have died of themselves or are stopped, and in what.
+
+        Args:
+            seconds: to wait for such a rank, for a connection ends a moment before its process.
+        """
+        end = time.monotonic() + seconds
+        while not (account := self._account()) and time.monotonic() < end:
+            time.sleep(0.05)
+        return account
+
+    def _account(self) -> str:
+        parts = []
+        for rank, pid in self._peers.items():
+            said, stat = self._notices[rank].read(), _stat(pid)
+            is_stopped = stat is not None and stat[0] in "Tt"
+            if said != _FOLLOWS and (is_stopped or not _is_alive(pid)):
+                state = "is stopped" if is_stopped else "has died"
+                parts.append(f"rank {rank} (process {pid}) {state} {said}".rstrip())
+        return "; ".join(parts)
+
     def _run(self) -> None:
         while not self._ended:
             ready, _, _ = select.select([self._reader], [], [], _TICK_SECONDS)
@@ -186,12 +207,8 @@ class SignalWatch:
 
     def _leave(self, dead: list[int]) -> None:
         """Say who has died doing what, and what this rank was doing meanwhile."""
-        said = {rank: self._notices[rank].read() for rank in dead}
-        first = [rank for rank in dead if said[rank] != _FOLLOWS] or dead
-        deaths = "; ".join(
-            f"rank {rank} (process {self._peers[rank]}) has died {said[rank]}".rstrip()
-            for rank in first
-        )
+        followers = ", ".join(f"rank {rank} (process {self._peers[rank]})" for rank in dead)
+        deaths = self.account_of_peers() or f"{followers} has ended, having lost a peer"
         own, who = self.notice.read(), "" if self._rank is None else f"rank {self._rank}: "
         self.follow_peer()
         report_error(f"{who}{deaths}; leaving" + (f" (this rank was {own})" if own else ""))

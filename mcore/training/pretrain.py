@@ -280,6 +280,8 @@ def _steps(
 def _leave_after_loss(reason: str, launch: Launch, watch: SignalWatch | None) -> None:
     if watch is not None:
         watch.follow_peer()
+        account = watch.account_of_peers(seconds=1.0)
+        reason += f"; {account}" if account else ""
     report_error(f"rank {launch.rank}: {reason}")
     leave_now(1)
 

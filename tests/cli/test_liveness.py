@@ -161,6 +161,10 @@ def test_every_rank_leaves_when_one_fails(corpus, tmp_path, case):
     failing = [*misfortune(what, rank, count, tmp_path), *words]
     said = run_ranks(failing, layout.world_size, tmp_path, DEATH_SECONDS)
     assert re.search(message, said[speaker]), said
+    if what == "kill":  # whatever a survivor was waiting for, it names the one that died
+        others = [text for other, text in enumerate(said) if other != rank]
+        died = rf"rank {rank} \(process \d+\) has died (in|waiting|between)"
+        assert all(re.search(died, text) for text in others), said
 
 
 def test_every_rank_leaves_when_one_stands_still(corpus, tmp_path):
@@ -168,6 +172,7 @@ def test_every_rank_leaves_when_one_stands_still(corpus, tmp_path):
     failing = [*misfortune("stop", 1, 5, tmp_path, seconds=20), *words]
     said, _ = run_ranks(failing, 2, tmp_path, 20 + 30, stopped=1)
     assert re.search(LOST.format(1), said)
+    assert re.search(r"; rank 1 \(process \d+\) is stopped in F0\.\d", said)
     assert len(errors(said)) == 1
 
 
@@ -209,6 +214,7 @@ def test_a_job_whose_rank_is_killed_ends(corpus, tmp_path, layout, what, count, 
     output = run_under_torchrun(failing, layout.world_size, tmp_path, DEATH_SECONDS)
     assert re.search(rf"rank +: {rank} .*\n +exitcode +: -9", output), output
     assert re.search(message.format(rank), output), output
+    assert re.search(rf"rank {rank} \(process \d+\) has died ", output), output
 
 
 @full

@@ -187,6 +187,21 @@ def test_the_one_who_died_first_is_named(start):
     assert f"rank 3: rank 7 {died}; rank 8 {died}; leaving" in worker.stderr.read()
 
 
+def test_one_who_lost_a_peer_otherwise_can_tell_who_is_at_fault(start):
+    """A stopped process is as silent as a dead one; the ones that follow are not the cause."""
+    stopped = neighbour(start, "in F0.1")
+    follower = start("watch.follow_peer(); print(watch.notice.address, flush=True); time.sleep(60)")
+    worker = start(f"""
+    watch.watch_peers({{0: ({follower.pid}, {follower.stdout.readline().strip()!r}),
+                        5: ({stopped[0].pid}, {stopped[1]!r})}})
+    print(repr(watch.account_of_peers()), flush=True)
+    print(watch.account_of_peers(seconds=10), flush=True)
+    """)
+    assert worker.stdout.readline() == "''\n"
+    os.kill(stopped[0].pid, signal.SIGSTOP)
+    assert rest(worker) == f"rank 5 (process {stopped[0].pid}) is stopped in F0.1\n"
+
+
 def test_processes_of_another_launcher_are_no_neighbours(start):
     process = start("watch.watch_peers({1: (1, ''), 2: (os.getppid(), '')}); print(watch._peers)")
     assert rest(process) == "{}\n"
