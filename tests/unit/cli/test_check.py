@@ -73,6 +73,8 @@ def test_every_problem_is_told_and_the_status_says_so(capsys):
          ["--vocab-size is 100; use one of 257", "(5)"]),
         ("--data-parallel-sharding-strategy zero3 --num-distributed-optimizer-instances 0 "
          "--world-size 4", ["zero3", "is 0"]),
+        ("--multiple-validation-sets --validation-set-names a b --seed 0 --world-size 4",
+         ["gives a, b to 1 validation sets", "--seed is 0"]),
         ("--train-iters 10k --rampup-batch-size 8 8 --world-size 4", ["'10k'", "ramp"]),
     ],
 )  # fmt: skip
