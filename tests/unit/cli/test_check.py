@@ -3,7 +3,9 @@
 import json
 
 import pytest
+import torch
 
+from mcore.checkpoint import save
 from mcore.cli.main import main
 
 WORDS = (
@@ -153,6 +155,14 @@ def test_what_pretraining_refuses_is_refused(capsys, tmp_path, monkeypatch, word
     assert fragment in shown.err
     assert "--seed is 0" in shown.err
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_the_checkpoint_is_compared(capsys, tmp_path):
+    """Its model is another one, which a run would find out when it loads."""
+    save(tmp_path, 4, {"model.a": torch.ones(2)}, {"model": {"hidden_size": 64}, "iteration": 4})
+    status, shown = check(capsys, *COMMAND, "--world-size", "4", "--load", str(tmp_path))
+    assert status == 2
+    assert "--hidden-size: checkpoint 64, this run 32" in shown.err
 
 
 def test_files_of_the_job_need_not_be_here(capsys, tmp_path, monkeypatch):
