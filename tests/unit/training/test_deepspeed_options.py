@@ -160,6 +160,16 @@ def test_a_file_that_cannot_be_read_is_a_problem_beside_others():
     assert "--seed is 0" in str(caught.value)
 
 
+def test_a_warmup_beyond_the_end_is_told_by_its_key(settled):
+    params = {"warmup_max_lr": 1e-4, "warmup_num_steps": 1000, "warmup_type": "linear"}
+    config = {**FILE, "scheduler": {"type": "WarmupLR", "params": params}}
+    with pytest.raises(ConfigError) as caught:
+        settled(config)
+    assert "the warmup (1000, from --lr-warmup-iters) must be shorter" in str(caught.value)
+    key = "scheduler.params.warmup_num_steps"
+    assert f"(--lr-warmup-iters 1000 comes from {key} in " in str(caught.value)
+
+
 TRIANGLE = {"train_batch_size": 33, "train_micro_batch_size_per_gpu": 2}
 
 
