@@ -190,6 +190,46 @@ def test_a_command_of_deepspeeds_launcher_is_told_as_torchruns(capsys):
 
 
 @pytest.mark.parametrize(
+    ("start", "processes"),
+    [
+        ("torchrun --nproc-per-node 4 pretrain_gpt.py", 4),
+        ("/opt/bin/torchrun --nnodes=1:2 --nproc_per_node=8 --rdzv-backend c10d p.py", 16),
+        ("torchrun --standalone --nproc-per-node 4 -m pretrain_gpt", 4),
+        ("torchrun --nproc-per-node 4 --no-python python -u p.py", 4),
+        ("python -m torch.distributed.run --nproc-per-node 4 p.py", 4),
+        ("python3.11 -X dev pretrain_gpt.py --world-size 4", 4),
+        ("python -m pretrain_gpt --world-size 4", 4),
+        ("./pretrain_gpt.py --world-size 4", 4),
+        ("--load=absent/torchrun --world-size 4", 4),
+    ],
+)
+def test_a_command_is_taken_with_what_starts_it(capsys, start, processes):
+    status, shown = check(capsys, *start.split(), *COMMAND)
+    assert status == 0, shown.err
+    first = shown.out.splitlines()[0]
+    assert first.startswith("layout")
+    assert first.endswith(f"= {processes} processes")
+
+
+@pytest.mark.parametrize(
+    ("words", "fragment"),
+    [
+        ("--nproc-per-node gpu p.py", "--nproc-per-node gpu is no number"),
+        ("--nproc-per-node auto p.py", "give --world-size N"),
+        ("--nproc-per-node 0 p.py", "from 1 up"),
+        ("--nnodes 1:x --nproc-per-node 2 p.py", "--nnodes x"),
+        ("--nproc-per-node 4 p.py --world-size 2", "torchrun's own words"),
+        ("--no-such-word 4 p.py", "torchrun: "),
+        ("", "torchrun: "),
+    ],
+)
+def test_torchruns_words_that_say_too_little_or_too_much(capsys, words, fragment):
+    status, shown = check(capsys, "torchrun", *words.split(), *(COMMAND if words else ()))
+    assert status == 2
+    assert fragment in shown.err
+
+
+@pytest.mark.parametrize(
     ("words", "fragment"),
     [
         ("--num_gpus 4 p.py --world-size 2", "drop --world-size"),
