@@ -72,7 +72,7 @@ def _python(words: Sequence[str]) -> Launched:
 def _torchrun(words: Sequence[str]) -> Launched:
     """Read `torchrun --nnodes N --nproc-per-node M SCRIPT ...`."""
     parser = get_args_parser()
-    parser.error = _refuse_as("torchrun")  # type: ignore[method-assign]
+    parser.error = _refuse_as("torchrun")  # type: ignore[assignment, method-assign]
     args = parser.parse_args(list(words))
     each = _number("--nproc-per-node", args.nproc_per_node)
     machines = _number("--nnodes", args.nnodes.rpartition(":")[2])  # the most that may join
@@ -100,7 +100,7 @@ def as_torchrun(words: Sequence[str]) -> Launched:
         ConfigError: an option without counterpart, or a number that is not given.
     """
     parser = argparse.ArgumentParser(prog="deepspeed", add_help=False, allow_abbrev=False)
-    parser.error = _refuse_as("deepspeed")  # type: ignore[method-assign]
+    parser.error = _refuse_as("deepspeed")  # type: ignore[assignment, method-assign]
     parser.add_argument("--num_nodes", "--num-nodes", type=int, default=1)
     parser.add_argument("--num_gpus", "--num-gpus", type=int)
     parser.add_argument("--master_addr", default="HOST")
