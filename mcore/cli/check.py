@@ -1,6 +1,7 @@
 """`mcore check`: would a training command run, and what would it be? Nothing is started.
 
-It takes the words of a `pretrain_gpt.py` command. Files of data need not be on this machine.
+It takes the words of a `pretrain_gpt.py` command, with or without its launcher. Files of data need
+not be on this machine.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from mcore.cli.launcher import as_torchrun
+from mcore.cli.launcher import read_launcher
 from mcore.config.command_line import flag_names
 from mcore.config.fields import flag_of, problems_of
 from mcore.config.run import Resolved, RunConfig, resolve
@@ -45,30 +46,29 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
         "--world-size",
         type=int,
         metavar="N",
-        help="Processes; 1 when absent. A command that begins with `deepspeed` says it itself, and "
-        "is printed as torchrun's.",
+        help="Processes; 1 when absent. A command that begins with `torchrun` or `deepspeed` says "
+        "it itself; deepspeed's is printed as torchrun's.",
     )
     group.add_argument("--json", action="store_true", help="Print one JSON object.")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the examined command; 0 it would run, 2 it would not, 1 its checkpoint is at fault."""
-    launched = as_torchrun(args.words[1:]) if args.words[:1] == ["deepspeed"] else None
-    words = args.words if launched is None else launched.words
-    arguments = read(words, _add_own_flags, "mcore check")
+    launched = read_launcher(args.words)
+    arguments = read(launched.words, _add_own_flags, "mcore check")
     as_json = bool(arguments.extra.json)
     size = arguments.extra.world_size
     try:
-        if size is not None and launched is not None:
+        if size is not None and launched.world_size is not None:
             raise ConfigError(
-                "deepspeed's own words say the number of processes; drop --world-size"
+                f"{launched.launcher}'s own words say the number of processes; drop --world-size"
             )
         if size is None:
-            size = 1 if launched is None else launched.world_size
+            size = 1 if launched.world_size is None else launched.world_size
         if size < 1:
             raise ConfigError(f"--world-size is {size}; use 1 or more")
         settled = settle_options(arguments, size, _wrong_places)
-        report = examine(settled, None if launched is None else launched.line)
+        report = examine(settled, launched.line)
     except McoreError as error:
         if not as_json:
             raise

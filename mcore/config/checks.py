@@ -172,8 +172,11 @@ def _schedule(config: RunConfig, world_size: int) -> str | None:
     except ConfigError as error:
         return str(error)
     if not 0 <= steps.lr_warmup_steps < steps.lr_decay_steps:
+        given = "--lr-warmup-samples" if training.train_iters is None else "--lr-warmup-iters"
+        if schedule.lr_warmup_fraction is not None:
+            given = "--lr-warmup-fraction"
         return (
-            f"the warmup ({steps.lr_warmup_steps}, from --lr-warmup-...) must be shorter than "
+            f"the warmup ({steps.lr_warmup_steps}, from {given}) must be shorter than "
             f"--lr-decay-iters or --lr-decay-samples ({steps.lr_decay_steps}; the training length "
             "when absent), which it is a part of"
         )

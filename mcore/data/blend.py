@@ -105,6 +105,24 @@ def read_blends(config: DataConfig) -> tuple[Blend | None, Blend | None, Blend |
     return train, valid, test
 
 
+def validation_sets_problem(blend: Blend, chosen_names: Sequence[str] | None) -> str | None:
+    """What keeps the corpora of the validation split from being measured one by one, or None.
+
+    Args:
+        blend: of the validation split.
+        chosen_names: `--validation-set-names`.
+    """
+    if blend.weights is not None:
+        return "--multiple-validation-sets measures each corpus on its own; leave the weights out"
+    names = chosen_names or ()
+    if names and not len(names) == len(set(names)) == len(blend.prefixes):
+        return (
+            f"--validation-set-names gives {', '.join(names)} to {len(blend.prefixes)} validation "
+            "sets; give each a name of its own"
+        )
+    return None
+
+
 def blend_order(
     weights: Sequence[float], size: int, limits: Sequence[int] | None = None
 ) -> tuple[np.ndarray, np.ndarray]:

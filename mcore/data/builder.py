@@ -9,7 +9,7 @@ import os
 import numpy as np
 
 from mcore.config.data import DEFAULT_SPLIT, DataConfig
-from mcore.data.blend import Blend, read_blends
+from mcore.data.blend import Blend, read_blends, validation_sets_problem
 from mcore.data.blended_dataset import BlendedDataset
 from mcore.data.corpus_identity import corpus_identity
 from mcore.data.corpus_meta import TokenizerIdentity, check_meta, warn_of_missing_ends
@@ -125,16 +125,10 @@ def _build_group(
     """
     if blend is None or bounds is None or size == 0:
         return None
-    if blend.weights is not None:
-        raise DataError(
-            "--multiple-validation-sets measures each corpus on its own; leave the weights out"
-        )
+    problem = validation_sets_problem(blend, chosen_names)
+    if problem is not None:  # a run's command line has been refused; this is for other callers
+        raise DataError(problem)
     names = list(chosen_names or map(os.path.basename, blend.prefixes))
-    if chosen_names and (len(names) != len(blend.prefixes) or len(set(names)) < len(names)):
-        raise DataError(
-            f"--validation-set-names gives {', '.join(names)} to {len(blend.prefixes)} validation "
-            "sets; give each a name of its own"
-        )
     if len(set(names)) < len(names):
         names = list(blend.prefixes)
     return DatasetGroup(

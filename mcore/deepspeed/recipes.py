@@ -102,7 +102,11 @@ def take_scheduler(translation: Translation, path: str, block: Mapping[str, Any]
     apply_rules(translation, f"{path}.params", params, rules)
     build(translation, f"{path}.params", params)
     translation.open(
-        f"{path}.params.warmup_num_steps", "scheduler", "lr_warmup_iters", "1000", "--lr-warmup-..."
+        f"{path}.params.warmup_num_steps",
+        "scheduler",
+        "lr_warmup_iters",
+        "1000",
+        "--lr-warmup-iters",
     )
 
 

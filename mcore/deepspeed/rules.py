@@ -59,6 +59,8 @@ def option(section: str, name: str, read: Reader) -> Rule:
             translation.set(path, section, name, read(value))
         except ValueError as error:
             translation.refuse(path, value, str(error))
+            if translation.given(section, name) is None:
+                translation.unread.add((section, name))
 
     return rule
 

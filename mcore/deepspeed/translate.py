@@ -15,6 +15,7 @@ from mcore.errors import ConfigError
 __all__ = ["Setting", "Translation", "translate"]
 
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+_BATCH_FIELDS = {("training", "global_batch_size"), ("training", "micro_batch_size")}
 _Block = Callable[[Translation, str, Mapping[str, Any]], None]
 
 
@@ -159,11 +160,12 @@ _BLOCKS: Mapping[str, _Block] = {
 def _take_batch(translation: Translation, config: Mapping[str, Any], world_size: int) -> None:
     """Both batch sizes, from whichever corners the file and the command line give."""
     corners = _corners(translation, config)
-    if corners is None or all(corner is None for corner in corners.values()):
+    if corners is not None and all(corner is None for corner in corners.values()):
         return
     copies = _copies(translation, world_size)
-    if copies is None:
-        return  # told elsewhere
+    if corners is None or copies is None:  # which is told, that of the copies elsewhere
+        translation.unread |= _BATCH_FIELDS
+        return
     train, micro = corners["train_batch_size"], corners["train_micro_batch_size_per_gpu"]
     typed_train = translation.given("training", "global_batch_size")
     typed_micro = translation.given("training", "micro_batch_size")
@@ -176,8 +178,10 @@ def _take_batch(translation: Translation, config: Mapping[str, Any], world_size:
         )
     except ConfigError as error:
         translation.problems.append(_with_origins(str(error), corners, typed_train, typed_micro))
+        translation.unread |= _BATCH_FIELDS
         return
     if sizes is None:
+        translation.unread |= _BATCH_FIELDS
         translation.problems.append(
             "gradient_accumulation_steps needs train_batch_size or train_micro_batch_size_per_gpu "
             "beside it, or --micro-batch-size"

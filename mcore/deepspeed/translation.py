@@ -37,6 +37,7 @@ class Translation:
         problems: what is refused, by path.
         without_effect: reason -> paths of keys that have no effect here.
         left_open: what the file does not say although DeepSpeed has another default for it.
+        unread: (section, field) of options that the file gives, and what it gives is refused.
     """
 
     given: Callable[[str, str], Any]
@@ -44,6 +45,7 @@ class Translation:
     problems: list[str] = field(default_factory=list)
     without_effect: dict[str, list[str]] = field(default_factory=dict)
     left_open: list[str] = field(default_factory=list)
+    unread: set[tuple[str, str]] = field(default_factory=set)
 
     def set(self, path: str, section: str, name: str, value: Any) -> None:
         """Take a value, unless other keys give another one."""

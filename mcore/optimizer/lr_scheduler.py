@@ -275,8 +275,8 @@ class OptimizerParamScheduler:
             "iteration_steps": self.iteration_steps if is_log else 1,
         }
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a checkpoint's step, with its schedule or this one.
+    def differences(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """What of a checkpoint's schedule is other than here.
 
         Raises:
             ConfigError: the schedules differ and neither was chosen.
@@ -286,14 +286,24 @@ class OptimizerParamScheduler:
         changed = {key: value for key, value in theirs.items() if value != ours[key]}
         if theirs.get("wd_incr_style") == ours["wd_incr_style"] == "constant":
             changed.pop("wd_incr_steps", None)  # no ramp, so that its length decides nothing
-        if changed and self.override_opt_param_scheduler:
-            get_logger().info("keeping this run's schedule, not the checkpoint's %s", changed)
-        elif changed and not self.use_checkpoint_opt_param_scheduler:
+        is_chosen = self.override_opt_param_scheduler or self.use_checkpoint_opt_param_scheduler
+        if changed and not is_chosen:
             listed = "; ".join(f"{k}: here {ours[k]}, checkpoint {v}" for k, v in changed.items())
             raise ConfigError(
                 f"the schedule differs from the checkpoint's ({listed}); choose with "
                 "--override-opt-param-scheduler (this one) or --use-checkpoint-opt-param-scheduler"
             )
+        return changed
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from a checkpoint's step, with its schedule or this one.
+
+        Raises:
+            ConfigError: the schedules differ and neither was chosen.
+        """
+        changed = self.differences(state_dict)
+        if changed and self.override_opt_param_scheduler:
+            get_logger().info("keeping this run's schedule, not the checkpoint's %s", changed)
         elif changed:
             get_logger().info("taking the checkpoint's schedule: %s", changed)
             self._take(changed)

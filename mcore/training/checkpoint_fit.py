@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from mcore import device
 from mcore.checkpoint import ShardedTensor, Source
 from mcore.checkpoint.rank_local import is_rank_local
-from mcore.config.run import RunConfig
+from mcore.config.run import OPTION_NAMES, RunConfig
 from mcore.errors import CheckpointError
 from mcore.log import get_logger
 
@@ -98,8 +99,9 @@ def check_model(common: Mapping[str, Any], config: RunConfig) -> None:
     silent = {"hidden_dropout", "attention_dropout", "seq_length", "max_position_embeddings"}
     none_counts = {"sliding_window", "rotary_seq_len_interpolation_factor"}
     tokenizer = {"tokenizer_type", "tokenizer_model", "vocab_file", "merge_file"}
+    fields = {option: field for field, option in OPTION_NAMES.items()}
     differences = [
-        f"{name}: checkpoint {stored[name]!r}, this run {ours[name]!r}"
+        f"{fields.get(name, name)}: checkpoint {stored[name]!r}, this run {ours[name]!r}"
         for name in ours
         if name in stored
         and name not in silent | tokenizer
@@ -112,6 +114,32 @@ def check_model(common: Mapping[str, Any], config: RunConfig) -> None:
             "the checkpoint's model is another one:\n  "
             + "\n  ".join(differences)
             + "\ncorrect the flags or take them from the checkpoint with --use-checkpoint-args"
+        )
+
+
+def check_optimizer(common: Mapping[str, Any], directory: Path) -> None:
+    """Refuse to go on with the optimizer of a checkpoint that holds none.
+
+    Raises:
+        CheckpointError: it holds none.
+    """
+    if "optimizer" not in common:
+        raise CheckpointError(
+            f"the checkpoint {directory} holds no optimizer state; use --finetune to start a "
+            "new run from its weights, or --no-load-optim to go on with a fresh optimizer"
+        )
+
+
+def check_end(iteration: int, train_iters: int) -> None:
+    """Refuse to go on with a run that is past its end.
+
+    Raises:
+        CheckpointError: it is.
+    """
+    if iteration > train_iters:
+        raise CheckpointError(
+            f"the checkpoint is of iteration {iteration}, beyond the {train_iters} "
+            "iterations of this run; raise --train-iters"
         )
 
 

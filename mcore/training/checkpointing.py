@@ -19,6 +19,7 @@ from mcore.log import get_logger
 from mcore.topology.context import ParallelContext
 from mcore.training.checkpoint_fit import (
     check_model,
+    check_optimizer,
     compare_threads,
     log_changes,
     log_unread,
@@ -188,11 +189,8 @@ def _load_from(directory: Path, state: TrainState, config: RunConfig, ctx: Paral
     common = checkpoint.read_common_together(directory)
     check_model(common, config)
     with_optimizer = options.load_optim and not options.finetune
-    if with_optimizer and "optimizer" not in common:
-        raise CheckpointError(
-            f"the checkpoint {directory} holds no optimizer state; use --finetune to start a "
-            "new run from its weights, or --no-load-optim to go on with a fresh optimizer"
-        )
+    if with_optimizer:
+        check_optimizer(common, directory)
     tensors = _model_tensors(state, for_save=False)
     tensors.update(_optimizer_tensors(state, for_save=False, only_weights=not with_optimizer))
     rank_local = None

@@ -15,6 +15,13 @@ from mcore.training.options import DEEPSPEED, Source, spellings
 #: In the save root: the DeepSpeed file as the run had it.
 RESOLVED_NAME = "deepspeed_config.resolved.json"
 
+#: Options that a run needs and such a file may supply, where the command line does not.
+_SUPPLIED = (
+    ("training", "global_batch_size"),
+    ("training", "micro_batch_size"),
+    ("optimizer", "lr"),
+)
+
 
 def write_resolved(path: str, config: RunConfig, world_size: int) -> None:
     """Write a DeepSpeed file with the run's values into the save root.
@@ -55,7 +62,12 @@ def with_deepspeed(arguments: Arguments, world_size: int) -> Arguments:
     try:
         config = read_config(path)
     except ConfigError as error:
-        return dataclasses.replace(arguments, problems=(*arguments.problems, str(error)))
+        unread = {name for name in _SUPPLIED if arguments.typed[name[0]].get(name[1]) is None}
+        return dataclasses.replace(
+            arguments,
+            problems=(*arguments.problems, str(error)),
+            malformed=arguments.malformed | unread,
+        )
     translation = translate(
         config, lambda section, field: arguments.typed[section].get(field), world_size
     )
@@ -80,4 +92,5 @@ def with_deepspeed(arguments: Arguments, world_size: int) -> Arguments:
         sources=sources,
         notes=(*arguments.notes, *(f"{name}: {note}" for note in translation.notes())),
         problems=(*arguments.problems, *problems),
+        malformed=arguments.malformed | translation.unread,
     )

@@ -12,8 +12,9 @@ from mcore.config.data import DataConfig
 from mcore.config.partial import as_far_as_known, value_if_known
 from mcore.config.profiling import ProfilingConfig
 from mcore.config.tokenizer import REQUIRED_OPTIONS, TokenizerConfig
-from mcore.config.training import RuntimeConfig
-from mcore.data.blend import read_blends
+from mcore.config.training import EvaluationConfig, RuntimeConfig
+from mcore.data.blend import read_blends, validation_sets_problem
+from mcore.data.split_source import split_source
 from mcore.device import pick_device
 from mcore.errors import ConfigError, DataError
 from mcore.training.initialize import Launch, backend_problem
@@ -75,7 +76,7 @@ def corpus_files(data: DataConfig) -> list[str]:
     Raises:
         DataError: a data path that cannot be used.
     """
-    lists = [path for path in (data.data_args_path, data.per_split_data_args_path) if path]
+    lists = _lists(data)
     if not data.has_data or not all(Path(path).is_file() for path in lists):
         return lists
     blends = [blend for blend in read_blends(data) if blend is not None]
@@ -83,6 +84,11 @@ def corpus_files(data: DataConfig) -> list[str]:
     if data.sft:
         return [*lists, *words]
     return [*lists, *(f"{word}{ending}" for word in words for ending in (".idx", ".bin"))]
+
+
+def _lists(data: DataConfig) -> list[str]:
+    """Files that data paths are read from."""
+    return [path for path in (data.data_args_path, data.per_split_data_args_path) if path]
 
 
 def tokenizer_files(tokenizer: TokenizerConfig) -> list[str]:
@@ -105,8 +111,22 @@ def _input_files(
         return
     try:
         yield from as_far_as_known(data_files, sections["data"])
+        yield from as_far_as_known(_wrong_validation_sets, sections["data"], sections["evaluation"])
     except DataError as error:
         yield error
+
+
+def _wrong_validation_sets(data: DataConfig, evaluation: EvaluationConfig) -> Iterator[DataError]:
+    """What keeps validation sets from being measured one by one; lists that are absent are told."""
+    is_measured = data.multiple_validation_sets and evaluation.eval_iters > 0 and data.has_data
+    if not is_measured or not all(Path(path).is_file() for path in _lists(data)):
+        return
+    _, blend, _ = read_blends(data)
+    if blend is None or split_source(data, 1).lack is not None:
+        return
+    problem = validation_sets_problem(blend, data.validation_set_names)
+    if problem is not None:
+        yield DataError(problem)
 
 
 def _directory_problems(options: CheckpointConfig, may_be_elsewhere: bool = False) -> Iterator[str]:

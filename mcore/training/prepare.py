@@ -28,6 +28,7 @@ from mcore.training.pipeline_plan import plan_pipeline, plan_split, prove_pipeli
 from mcore.training.places import DataFiles, problems_here
 from mcore.training.save_roots import has_start, make_root
 from mcore.training.scalars import missing_packages
+from mcore.training.start_check import start_problems
 
 #: Sections of a configuration by name; they may lack fields that are at fault.
 Sections = Mapping[str, Any]
@@ -119,6 +120,7 @@ def settle_options(
     config = RunConfig(**sections)
     problems = [*arguments.problems, *problems, *problems_between(config, world_size)]
     problems += _schedule_problems(config, world_size)
+    problems += as_far_as_known(start_problems, config, world_size)
     problems += [*_dangling_weights(arguments), *as_far_as_known(missing_packages, config.logging)]
     if unread is not None:  # which is told
         nothing = without(CheckpointConfig, {}, [f.name for f in fields(CheckpointConfig)])

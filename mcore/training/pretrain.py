@@ -13,7 +13,6 @@ from mcore.config.command_line import spelled_as_flags
 from mcore.config.run import Resolved, RunConfig, batch_size_calculator, resolve
 from mcore.data.token_budget import BudgetedConversations
 from mcore.errors import (
-    CheckpointError,
     LostPeerError,
     McoreError,
     NumericsError,
@@ -28,6 +27,7 @@ from mcore.topology.collectives import is_loss_of_peer
 from mcore.training import checkpointing
 from mcore.training.arguments import ExtraArguments, read
 from mcore.training.autopilot import Autopilot, build_autopilot
+from mcore.training.checkpoint_fit import check_end
 from mcore.training.checkpoint_writer import CheckpointWriter
 from mcore.training.exits import Exits, forget_workers, tell_workers
 from mcore.training.garbage import garbage_collection
@@ -205,7 +205,7 @@ def _run_told(
         loaded = checkpointing.load(state, config, runtime.ctx, writer.found_damaged)
     setup_done = time.perf_counter()
     if not config.training.skip_train:
-        _check_continuation(state, resolved)
+        check_end(state.iteration, resolved.train_iters)
         follow_data_order(state, datasets[0])
     log = RunLog(config, resolved, runtime, state.iteration, timers)
     log.phases(
@@ -284,14 +284,6 @@ def _leave_after_loss(reason: str, launch: Launch, watch: SignalWatch | None) ->
         reason += f"; {account}" if account else ""
     report_error(f"rank {launch.rank}: {reason}")
     leave_now(1)
-
-
-def _check_continuation(state: TrainState, resolved: Resolved) -> None:
-    if state.iteration > resolved.train_iters:
-        raise CheckpointError(
-            f"the checkpoint is of iteration {state.iteration}, beyond the {resolved.train_iters} "
-            "iterations of this run; raise --train-iters"
-        )
 
 
 def _tell_end(autopilot: Autopilot, error: NumericsError, state: TrainState) -> None:

@@ -118,6 +118,16 @@ REFUSED: Mapping[str, tuple[str, ...]] = {
         "--moe-aux-loss-coeff",
         "--moe-expert-parallel-size",
         "--create-moe-param-group",
+        "--enable-expert-tensor-parallelism",
+        "--expert-interval",
+        "--mlp-type",
+        "--topk",
+        "--use-tutel",
+        "--moe-loss-coeff",
+        "--moe-train-capacity-factor",
+        "--moe-eval-capacity-factor",
+        "--moe-min-capacity",
+        "--disable-moe-token-dropping",
     ),
     # optimizer and training
     "norms, those of queries and keys among them, do not decay; drop it": (

@@ -6,6 +6,7 @@ import contextlib
 from pathlib import Path
 
 from mcore import checkpoint
+from mcore.checkpoint.metadata import CheckpointMetadata
 from mcore.checkpoint.reader import read_metadata
 from mcore.config.checkpoint import CheckpointConfig
 from mcore.errors import CheckpointError, DamagedCheckpointError
@@ -73,13 +74,29 @@ def _foreign_problem(save: str, options: CheckpointConfig) -> str | None:
 
 def _start(options: CheckpointConfig) -> int:
     """The iteration from which the run goes on, as far as that can be told before it loads."""
-    if options.load is None or options.finetune:
-        return 0
-    with contextlib.suppress(CheckpointError):  # told when the run loads it
-        for path in checkpoint.candidates(options.load, options.ckpt_step)[0]:
+    start = None if options.finetune else readable_start(options)
+    return 0 if start is None else start[1].iteration
+
+
+def readable_start(options: CheckpointConfig) -> tuple[Path, CheckpointMetadata] | None:
+    """The checkpoint that a run would start from, as far as that can be told before it loads.
+
+    Returns:
+        Directory and metadata of the first that is not damaged, or None: why there is none is told
+        when the run loads it.
+    """
+    load, step = options.load, options.ckpt_step
+    if load is None:
+        return None
+    with contextlib.suppress(CheckpointError, OSError):
+        if options.on_damaged_checkpoint == "fallback":
+            found = checkpoint.candidates(load, step)[0]
+        else:
+            found = [checkpoint.find_checkpoint(load, step)]
+        for directory in found:
             with contextlib.suppress(DamagedCheckpointError):
-                return read_metadata(path).iteration
-    return 0
+                return directory, read_metadata(directory)
+    return None
 
 
 def has_start(options: CheckpointConfig) -> bool:

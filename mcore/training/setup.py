@@ -30,6 +30,7 @@ from mcore.optimizer import (
     get_megatron_optimizer,
     get_optimizer_param_scheduler,
 )
+from mcore.optimizer.lr_scheduler import HasParamGroups
 from mcore.topology.collectives import all_gather_object
 from mcore.topology.context import ParallelContext
 from mcore.topology.stages import stage_layers
@@ -145,8 +146,19 @@ def build_state(
     )
     report_parameters(chunks, runtime.ctx)
     optimizer = get_megatron_optimizer(config.optimizer, chunks, context=runtime.ctx)
+    return TrainState(chunks, stages, optimizer, build_scheduler(optimizer, config, resolved))
+
+
+def build_scheduler(
+    optimizer: HasParamGroups, config: RunConfig, resolved: Resolved
+) -> OptimizerParamScheduler:
+    """The schedule of a run, which writes into the groups of `optimizer`.
+
+    Raises:
+        ConfigError: options that define no schedule.
+    """
     in_samples = config.training.train_iters is None
-    scheduler = get_optimizer_param_scheduler(
+    return get_optimizer_param_scheduler(
         optimizer,
         config.optimizer,
         config.scheduler,
@@ -154,7 +166,6 @@ def build_state(
         train_iters=None if in_samples else resolved.train_iters,
         train_samples=config.training.train_samples,
     )
-    return TrainState(chunks, stages, optimizer, scheduler)
 
 
 def wrap_chunks(

@@ -10,7 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from mcore.checkpoint import complete_iterations, read_common, read_tensors
 from mcore.convert import save_model_state
-from mcore.errors import CheckpointError, ConfigError
+from mcore.errors import ConfigError
 from tests.equivalence.program import (
     SINGLE,
     Layout,
@@ -268,16 +268,16 @@ def test_a_checkpoint_without_optimizer_names_the_ways_out(corpus, saved, tmp_pa
     }
     save_model_state(tmp_path, read_common(saved)["model"], tensors, {})
     words = command(corpus, 2, DROPOUT, f"--load {tmp_path}")
-    with pytest.raises(CheckpointError, match="--finetune"):
+    with pytest.raises(ConfigError, match="--finetune"):
         train(words)
 
 
 def test_another_model_is_refused_with_the_differences(corpus, saved):
     words = command(corpus, 8, DROPOUT, f"--load {saved} --openai-gelu --norm-epsilon 1e-6")
-    with pytest.raises(CheckpointError) as caught:
+    with pytest.raises(ConfigError) as caught:
         train(words)
-    assert "openai_gelu" in str(caught.value)
-    assert "norm_epsilon: checkpoint 1e-05, this run 1e-06" in str(caught.value)
+    assert "--openai-gelu" in str(caught.value)
+    assert "--norm-epsilon: checkpoint 1e-05, this run 1e-06" in str(caught.value)
 
 
 def test_the_model_comes_from_the_checkpoint_and_a_typed_flag_wins(corpus, copy, capsys):
@@ -291,7 +291,7 @@ def test_the_model_comes_from_the_checkpoint_and_a_typed_flag_wins(corpus, copy,
     other = train([*words, "--hidden-dropout", "0"])
     assert "--hidden-dropout: 0.0 from the command line, checkpoint 0.1" in capsys.readouterr().out
     assert other[0]["lm_loss"] != wanted[0]["lm_loss"]
-    with pytest.raises(CheckpointError, match="shape|another one"):
+    with pytest.raises(ConfigError, match="another one"):
         train([*words, "--ffn-hidden-size", "64"])
 
 
@@ -322,7 +322,7 @@ def test_a_finished_run_that_is_started_again_tells_nothing_twice(corpus, copy):
 
 
 def test_a_checkpoint_beyond_the_end_is_refused(corpus, copy):
-    with pytest.raises(CheckpointError, match="iteration 4, beyond the 3"):
+    with pytest.raises(ConfigError, match="iteration 4, beyond the 3"):
         go_on(corpus, copy, "--override-opt-param-scheduler", iterations=3)
 
 

@@ -70,6 +70,7 @@ MAY_TOUCH = {
         "mcore.training.initialize",
         "mcore.planner.dry_run",
         "mcore.testing",
+        "mcore.cli.launcher",  # takes torchrun's words as its own parser does
         "examples",  # users' programs join the job themselves
         # read other programs' metadata, whose classes are torch.distributed.checkpoint's
         "mcore.convert.safe_pickle",

@@ -3,7 +3,9 @@
 import json
 
 import pytest
+import torch
 
+from mcore.checkpoint import save
 from mcore.cli.main import main
 
 WORDS = (
@@ -73,6 +75,8 @@ def test_every_problem_is_told_and_the_status_says_so(capsys):
          ["--vocab-size is 100; use one of 257", "(5)"]),
         ("--data-parallel-sharding-strategy zero3 --num-distributed-optimizer-instances 0 "
          "--world-size 4", ["zero3", "is 0"]),
+        ("--multiple-validation-sets --validation-set-names a b --seed 0 --world-size 4",
+         ["gives a, b to 1 validation sets", "--seed is 0"]),
         ("--train-iters 10k --rampup-batch-size 8 8 --world-size 4", ["'10k'", "ramp"]),
     ],
 )  # fmt: skip
@@ -153,6 +157,14 @@ def test_what_pretraining_refuses_is_refused(capsys, tmp_path, monkeypatch, word
     assert sorted(tmp_path.iterdir()) == before
 
 
+def test_the_checkpoint_is_compared(capsys, tmp_path):
+    """Its model is another one, which a run would find out when it loads."""
+    save(tmp_path, 4, {"model.a": torch.ones(2)}, {"model": {"hidden_size": 64}, "iteration": 4})
+    status, shown = check(capsys, *COMMAND, "--world-size", "4", "--load", str(tmp_path))
+    assert status == 2
+    assert "--hidden-size: checkpoint 64, this run 32" in shown.err
+
+
 def test_files_of_the_job_need_not_be_here(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     words = "--load elsewhere --save there --save-interval 5 --metrics-jsonl /nowhere/m.jsonl"
@@ -175,6 +187,46 @@ def test_a_command_of_deepspeeds_launcher_is_told_as_torchruns(capsys):
     status, shown = check(capsys, "deepspeed", "--num_gpus", "4", "p.py", *COMMAND, "--json")
     assert json.loads(shown.out)["launch"].startswith("torchrun --nproc-per-node 4 p.py --num")
     assert "--json" not in json.loads(shown.out)["launch"]
+
+
+@pytest.mark.parametrize(
+    ("start", "processes"),
+    [
+        ("torchrun --nproc-per-node 4 pretrain_gpt.py", 4),
+        ("/opt/bin/torchrun --nnodes=1:2 --nproc_per_node=8 --rdzv-backend c10d p.py", 16),
+        ("torchrun --standalone --nproc-per-node 4 -m pretrain_gpt", 4),
+        ("torchrun --nproc-per-node 4 --no-python python -u p.py", 4),
+        ("python -m torch.distributed.run --nproc-per-node 4 p.py", 4),
+        ("python3.11 -X dev pretrain_gpt.py --world-size 4", 4),
+        ("python -m pretrain_gpt --world-size 4", 4),
+        ("./pretrain_gpt.py --world-size 4", 4),
+        ("--load=absent/torchrun --world-size 4", 4),
+    ],
+)
+def test_a_command_is_taken_with_what_starts_it(capsys, start, processes):
+    status, shown = check(capsys, *start.split(), *COMMAND)
+    assert status == 0, shown.err
+    first = shown.out.splitlines()[0]
+    assert first.startswith("layout")
+    assert first.endswith(f"= {processes} processes")
+
+
+@pytest.mark.parametrize(
+    ("words", "fragment"),
+    [
+        ("--nproc-per-node gpu p.py", "--nproc-per-node gpu is no number"),
+        ("--nproc-per-node auto p.py", "give --world-size N"),
+        ("--nproc-per-node 0 p.py", "from 1 up"),
+        ("--nnodes 1:x --nproc-per-node 2 p.py", "--nnodes x"),
+        ("--nproc-per-node 4 p.py --world-size 2", "torchrun's own words"),
+        ("--no-such-word 4 p.py", "torchrun: "),
+        ("", "torchrun: "),
+    ],
+)
+def test_torchruns_words_that_say_too_little_or_too_much(capsys, words, fragment):
+    status, shown = check(capsys, "torchrun", *words.split(), *(COMMAND if words else ()))
+    assert status == 2
+    assert fragment in shown.err
 
 
 @pytest.mark.parametrize(

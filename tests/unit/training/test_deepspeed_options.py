@@ -7,6 +7,7 @@ import math
 
 import pytest
 
+from mcore.config.fields import problems_of
 from mcore.deepspeed import translate
 from mcore.deepspeed.keys import ACTIVATION_CHECKPOINTING, BF16, FP16, TOP, ZERO
 from mcore.deepspeed.recipes import _OPTIMIZERS, _SCHEDULERS
@@ -157,6 +158,47 @@ def test_a_file_that_cannot_be_read_is_a_problem_beside_others():
         settle_options(read(f"{MODEL} --lr 1 --seed 0 --deepspeed_config absent.json".split()), 1)
     assert "absent.json cannot be read" in str(caught.value)
     assert "--seed is 0" in str(caught.value)
+
+
+def test_a_warmup_beyond_the_end_is_told_by_its_key(settled):
+    params = {"warmup_max_lr": 1e-4, "warmup_num_steps": 1000, "warmup_type": "linear"}
+    config = {**FILE, "scheduler": {"type": "WarmupLR", "params": params}}
+    with pytest.raises(ConfigError) as caught:
+        settled(config)
+    assert "the warmup (1000, from --lr-warmup-iters) must be shorter" in str(caught.value)
+    key = "scheduler.params.warmup_num_steps"
+    assert f"(--lr-warmup-iters 1000 comes from {key} in " in str(caught.value)
+
+
+TRIANGLE = {"train_batch_size": 33, "train_micro_batch_size_per_gpu": 2}
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "number"),
+    [
+        (json.dumps(TRIANGLE), "--lr 1", 1),
+        (json.dumps({**TRIANGLE, "train_batch_size": 0}), "--lr 1", 1),
+        (json.dumps({"gradient_accumulation_steps": 2}), "--lr 1", 1),
+        (json.dumps({"optimizer": {"type": "Adam", "params": {"lr": "fast"}}}),
+         "--micro-batch-size 1", 1),
+        ("{", "", 1),
+        ("[]", "--seed 0", 2),
+        ("{", "--lr 1 --min-lr 2", 2),
+    ],
+)  # fmt: skip
+def test_what_a_faulty_file_was_to_give_is_not_missing(tmp_path, text, words, number):
+    path = tmp_path / "ds.json"
+    path.write_text(text)
+    line = f"{MODEL} {words} --deepspeed_config {path}"
+    with pytest.raises(ConfigError) as caught:
+        settle_options(read(line.split()), 1)
+    assert len(problems_of(caught.value)) == number
+    assert "missing" not in str(caught.value)
+
+
+def test_what_no_file_was_to_give_is_missing(settled):
+    with pytest.raises(ConfigError, match="missing: --lr"):
+        settled(TRIANGLE)
 
 
 def test_the_file_is_kept_with_the_values_of_the_run(tmp_path, monkeypatch):

@@ -106,7 +106,12 @@ def test_the_command_line_itself_is_fine():
         (1, "--start-weight-decay 0.1", ["--weight-decay-incr-style"]),
         (1, "--weight-decay-incr-style linear --start-weight-decay 2 --end-weight-decay 1",
          ["--start-weight-decay (2.0)", "--end-weight-decay (1.0)"]),
-        (1, "--lr-warmup-iters 4", ["the warmup (4", "--lr-decay-iters", "(4;"]),
+        (1, "--lr-warmup-iters 4",
+         ["the warmup (4, from --lr-warmup-iters)", "--lr-decay-iters", "(4;"]),
+        (1, "--train-iters - --train-samples 16 --lr-warmup-samples 16",
+         ["the warmup (16, from --lr-warmup-samples)", "(16;"]),
+        (1, "--lr-warmup-fraction 0.5 --lr-decay-iters 0",
+         ["the warmup (0.0, from --lr-warmup-fraction)", "(0;"]),
         (1, "--lr-warmup-init 1", ["--lr-warmup-init (1.0)", "--lr (0.001)"]),
         (1, "--lr-warmup-samples 2", ["--train-iters", "--lr-warmup-samples"]),
         (1, "--lr-decay-style WSD", ["--lr-wsd-decay-iters"]),
@@ -209,6 +214,34 @@ def test_the_files_of_a_program_are_looked_for_with_everything_else(tmp_path):
     words[words.index("--seed") + 1] = "7"
     assert prepare(parse(words), Launch(0, 1, 0), corpus_files).loads is False
     assert (tmp_path / "new").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ("--data-path a --validation-set-names x y", "gives x, y to 1 validation sets"),
+        ("--data-path a b --validation-set-names x x", "gives x, x to 2 validation sets"),
+        ("--data-path 1 a 2 b", "leave the weights out"),
+        ("--data-args-path list --validation-set-names x", "gives x to 2 validation sets"),
+        ("--data-path a b --validation-set-names x y", None),
+        ("--data-path 1 a 2 b --eval-iters 0", None),
+        ("--data-path a --validation-set-names x y --split 1", None),
+        ("--train-data-path a --validation-set-names x y", None),
+    ],
+)
+def test_validation_sets_are_counted_before_anything_starts(tmp_path, words, problem):
+    (tmp_path / "list").write_text("a b")
+    line = [word for pair in WORDS.items() for word in pair][:-2]
+    for name in "ab":
+        for ending in ("idx", "bin"):
+            (tmp_path / f"{name}.{ending}").write_bytes(b"")
+    words = parse([*line, "--multiple-validation-sets", *words.split()])
+    if problem is None:
+        prepare(words, Launch(0, 1, 0), corpus_files)
+        return
+    with pytest.raises(ConfigError) as caught:
+        prepare(words, Launch(0, 1, 0), corpus_files)
+    assert problem in str(caught.value)
 
 
 def test_paths_in_files_are_looked_for_too(tmp_path):
