@@ -121,6 +121,11 @@ def find_checkpoint(path: str | os.PathLike[str], iteration: int | None = None) 
     if wanted is None:
         raise CheckpointError(f"{root} is not a checkpoint: no {POINTER_NAME}; {_remedy(root)}")
     directory = iteration_directory(root, wanted)
+    if is_foreign(directory) or any(directory.glob("mp_rank_*")):
+        raise CheckpointError(
+            f"{directory} was written by another program; from a checkpoint of Megatron's, mcore "
+            f"convert megatron-to-mcore --megatron {root} --save DIR makes one to load"
+        )
     if not (directory / METADATA_NAME).is_file():
         source = f"{root / POINTER_NAME} names" if iteration is None else "the load asks for"
         raise DamagedCheckpointError(

@@ -95,8 +95,19 @@ def readable_start(options: CheckpointConfig) -> tuple[Path, CheckpointMetadata]
             found = [checkpoint.find_checkpoint(load, step)]
         for directory in found:
             with contextlib.suppress(DamagedCheckpointError):
-                return directory, read_metadata(directory)
+                metadata = read_metadata(directory)
+                if _has_its_files(directory, metadata):
+                    return directory, metadata
     return None
+
+
+def _has_its_files(directory: Path, metadata: CheckpointMetadata) -> bool:
+    """Whether every file is there with its size, which is what most damage changes."""
+    places = {name: directory / name for name in metadata.files}
+    return all(
+        path.is_file() and path.stat().st_size == metadata.files[name].nbytes
+        for name, path in places.items()
+    )
 
 
 def has_start(options: CheckpointConfig) -> bool:

@@ -112,6 +112,7 @@ def test_check_takes_the_model_from_a_checkpoint_and_says_so(corpus, tmp_path, c
     capsys.readouterr()
     words = f"--load {tmp_path} --use-checkpoint-args --hidden-dropout 0 --micro-batch-size 1"
     rest = f"--train-iters 4 --lr 1e-3 --data-path {corpus} --world-size 2 --json"
+    rest += " --override-opt-param-scheduler"
     assert main(["check", *words.split(), *rest.split()]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["config"]["model"]["num_layers"] == 4

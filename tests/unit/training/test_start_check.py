@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from mcore.checkpoint import save
-from mcore.errors import ConfigError
+from mcore.checkpoint import find_checkpoint, save
+from mcore.errors import CheckpointError, ConfigError
 from mcore.training.arguments import read
 from mcore.training.prepare import settle_options
 from mcore.training.setup import build_scheduler
@@ -101,6 +101,21 @@ def test_damage_is_left_to_loading(root):
     (root / "latest_checkpointed_iteration.txt").write_text("no number")
     assert problems(root, "--train-iters 6") == ""
     assert problems(root / "absent", "") == ""
+
+
+def test_a_checkpoint_whose_files_are_cut_short_is_not_the_start(root):
+    (shard,) = (root / "iter_0000008").glob("*.safetensors")
+    shard.write_bytes(shard.read_bytes()[:20])
+    assert "beyond" not in problems(root, "--train-iters 6")
+    shard.unlink()
+    assert "beyond" not in problems(root, "--train-iters 6")
+
+
+def test_a_folder_of_megatrons_is_told_what_makes_it_one_of_ours(tmp_path):
+    (tmp_path / "iter_0000010" / "mp_rank_00").mkdir(parents=True)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("10")
+    with pytest.raises(CheckpointError, match="mcore convert megatron-to-mcore --megatron"):
+        find_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("value", [None, 3, "text", [], {}])
